@@ -1,7 +1,7 @@
-//! Compression: the layer between a file and its text or pickle.
+//! Compression: the layer between a file and the text or pickle in it.
 //!
-//! Readers detect the compression from the first bytes, never from the name: users rename files, and pipes have no name. Writers choose the
-//! compression by the file's extension.
+//! Readers detect the compression from the first bytes rather than from the name, because users rename files, and pipes have no name.
+//! Writers choose the compression by the file's extension.
 //!
 //! ```text
 //! 1f 8b         gzip (one member or several, concatenated; other data after them is ignored)
@@ -9,9 +9,9 @@
 //! other         plain
 //! ```
 //!
-//! Compressed data that ends early is [`CompressionError::Torn`], wrapped in the [`io::Error`] that `Read` returns;
-//! [`CompressionError::of`] extracts it. Data that grows more than a thousandfold is rejected as [`CompressionError::Bomb`]: no recording
-//! does, and a few kilobytes could keep a reader busy for minutes.
+//! If compressed data ends early, `Read` returns an [`io::Error`] that wraps [`CompressionError::Torn`]; [`CompressionError::of`] extracts
+//! it. Data that grows more than a thousandfold is rejected as [`CompressionError::Bomb`]: no recording grows so much, and without this
+//! check, a few kilobytes could keep a reader busy for minutes.
 
 use std::fmt;
 use std::fs::File;
@@ -24,17 +24,17 @@ use crate::options::CompressedBytes;
 
 const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
 const ZSTD_MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
-/// Higher levels save 15 % on a trace and take 50 times as long.
+/// Higher levels make a trace 15 % smaller and take 50 times as long.
 const ZSTD_LEVEL: i32 = 9;
-/// The highest level saves 8 % and takes twice as long.
+/// The highest level makes a trace 8 % smaller and takes twice as long.
 const GZIP_LEVEL: u32 = 6;
-/// Level for files written while a program runs: traces are a fifth larger, and compress five times as fast.
+/// Level for files that are written while a program runs. Traces are a fifth larger, and compress five times as fast.
 const ZSTD_LEVEL_BESIDE_A_PROGRAM: i32 = 1;
 const GZIP_LEVEL_BESIDE_A_PROGRAM: u32 = 1;
 const BUFFER_BYTES: usize = 64 << 10;
-/// Decompressed bytes that are always allowed.
+/// Number of decompressed bytes that are always allowed.
 const UNSUSPICIOUS_BYTES: u64 = 64 << 20;
-/// Allowed growth factor beyond that. Recordings grow 10 to 100 times.
+/// Maximum growth factor of data that exceeds `UNSUSPICIOUS_BYTES`. Recordings grow by a factor of 10 to 100.
 const GROWTH_MAX: u64 = 1000;
 
 /// The compression of a file.
@@ -62,7 +62,8 @@ impl Compression {
         }
     }
 
-    /// Returns the compression for a file of this name: `.gz`, `.zst`, or plain for every other name.
+    /// Returns the compression for a file with this name: gzip for `.gz`, zstd for `.zst`, and plain for every other
+    /// name.
     pub fn of_extension(path: &Path) -> Self {
         match path.extension().and_then(|extension| extension.to_str()) {
             Some("gz") => Compression::Gzip,
@@ -97,7 +98,7 @@ pub enum CompressionError {
         /// Number of decompressed bytes before the end.
         decompressed_bytes: u64,
     },
-    /// The data does not match its first bytes.
+    /// The data is not valid for the compression that its first bytes indicate.
     #[error(
         "the {compression} data is damaged after {} of decompressed data: copy the file again",
         Amount(*decompressed_bytes)
@@ -108,7 +109,7 @@ pub enum CompressionError {
         /// Number of decompressed bytes before the damage.
         decompressed_bytes: u64,
     },
-    /// The data grows more than any recording.
+    /// The data grows more than any recording does when it is decompressed.
     #[error(
         "{} of {compression} data grow to more than {}: no recording does that; if this is one, decompress it yourself",
         Amount(*compressed_bytes),
@@ -119,24 +120,24 @@ pub enum CompressionError {
         compression: Compression,
         /// Number of compressed bytes read.
         compressed_bytes: u64,
-        /// Number of bytes decompressed from them.
+        /// Number of bytes that were decompressed from them.
         decompressed_bytes: u64,
     },
 }
 
 impl CompressionError {
-    /// Returns the compression error wrapped in an I/O error of [`Decompressor`], if there is one.
+    /// Returns the compression error that an I/O error of [`Decompressor`] wraps, if there is one.
     pub fn of(error: &io::Error) -> Option<Self> {
         error.get_ref()?.downcast_ref::<Self>().copied()
     }
 }
 
-/// Returns `true` if an I/O error means that compressed data ends early.
+/// Returns `true` if an I/O error means that the compressed data ends early.
 pub(crate) fn is_torn(error: &io::Error) -> bool {
     matches!(CompressionError::of(error), Some(CompressionError::Torn { .. }))
 }
 
-/// A source whose first bytes were inspected: those bytes, then the rest.
+/// A source whose first bytes were inspected: returns these bytes again, and then the rest.
 type Source<R> = BufReader<Chain<Cursor<Vec<u8>>, Counted<R>>>;
 
 /// A source that counts the bytes read from it.
@@ -159,8 +160,8 @@ enum Decoder<R: Read> {
     Zstd(zstd::stream::read::Decoder<'static, Source<R>>),
 }
 
-/// The members of gzip data, one after the other. Anything else after a member is ignored, as by gzip: zeros that fill the last block of a
-/// tape, or bytes that a program appended.
+/// The members of gzip data, one after the other. Data after a member that is not another member is ignored, as `gzip` does: for example,
+/// zeros that fill the last block of a tape, or bytes that a program appended.
 struct Members<S> {
     /// The current member; `None` after the last one.
     member: Option<flate2::bufread::GzDecoder<Pushed<S>>>,
@@ -201,7 +202,7 @@ impl<S: BufRead> Read for Members<S> {
     }
 }
 
-/// A source, after bytes that were read from it too early.
+/// A source, preceded by bytes that were read from it too early.
 struct Pushed<S> {
     pushed: Vec<u8>,
     source: S,
@@ -231,7 +232,7 @@ impl<S: BufRead> Read for Pushed<S> {
 
 /// A reader that detects and decompresses plain, gzip and zstd data.
 ///
-/// Memory: its buffers and the compression window (zstd: at most 128 MiB, the decoder's own bound).
+/// Memory: the reader's buffers and the compression window. For zstd, the decoder limits the window to 128 MiB.
 pub struct Decompressor<R: Read> {
     decoder: Decoder<R>,
     compression: Compression,
@@ -267,12 +268,12 @@ impl<R: Read> Decompressor<R> {
         self.compression
     }
 
-    /// Returns the number of bytes read so far, before decompression. `None` for plain data.
+    /// Returns the number of compressed bytes read so far; `None` for plain data.
     pub(crate) fn compressed(&self) -> Option<CompressedBytes> {
         (self.compression != Compression::Plain).then(|| self.compressed.clone())
     }
 
-    /// Checks that the data has not grown more than any recording.
+    /// Checks that the data has not grown more than any recording does.
     fn check_growth(&self) -> io::Result<()> {
         let (compression, decompressed_bytes) = (self.compression, self.decompressed_bytes);
         let compressed_bytes = self.compressed.bytes();
@@ -285,7 +286,7 @@ impl<R: Read> Decompressor<R> {
         Err(io::Error::new(io::ErrorKind::InvalidData, bomb))
     }
 
-    /// Adds the compression and the position to the error, unless the source itself failed.
+    /// Adds the compression and the position to an error, unless the source itself failed.
     fn explain(&self, error: io::Error) -> io::Error {
         let (compression, decompressed_bytes) = (self.compression, self.decompressed_bytes);
         let kind = error.kind();
@@ -328,19 +329,21 @@ pub fn open(path: &Path) -> io::Result<impl BufRead + use<>> {
 /// Decompresses `source`, with any supported compression.
 ///
 /// # Errors
-/// Returns an error if its first bytes cannot be read.
+/// Returns an error if the first bytes of the source cannot be read.
 pub fn decompress<R: Read>(source: R) -> io::Result<BufReader<Decompressor<R>>> {
     Ok(BufReader::with_capacity(BUFFER_BYTES, Decompressor::new(source)?))
 }
 
-/// An encoder. It buffers its input, because a call for each word of a text would cost more than the compression.
+/// An encoder. It buffers its input, because a call for each word of a text would cost more than the compression
+/// itself.
 enum Encoder<W: Write> {
     Plain(BufWriter<W>),
     Gzip(Box<BufWriter<flate2::write::GzEncoder<BufWriter<W>>>>),
     Zstd(BufWriter<zstd::stream::write::Encoder<'static, BufWriter<W>>>),
 }
 
-/// A writer of plain, gzip or zstd data. Only [`Compressor::finish`] completes the data; dropping the writer earlier leaves it truncated.
+/// A writer of plain, gzip or zstd data. Only [`Compressor::finish`] completes the data. If the writer is dropped earlier, the data is
+/// truncated.
 pub struct Compressor<W: Write> {
     encoder: Encoder<W>,
 }
@@ -365,7 +368,7 @@ impl Compressor<File> {
         Compressor::of_file(File::create(path)?, path)
     }
 
-    /// Writes to an open file from its current position, compressed according to the extension of its path.
+    /// Writes to an open file, from the file's current position. The extension of the path selects the compression.
     ///
     /// # Errors
     /// Returns an error if the encoder cannot be created.

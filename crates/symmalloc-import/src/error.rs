@@ -1,4 +1,4 @@
-//! Errors of an import: the cause, and the file.
+//! Errors of an import: each has a cause, and the path of the file if it is known.
 
 use std::error::Error;
 use std::fmt;
@@ -43,7 +43,7 @@ pub enum ImportErrorKind {
          `Thread,Time,Action,Pointer,Size,Stream`), each plain, gzip or zstd"
     )]
     UnknownFormat,
-    /// The debug log of RMM, whose lines are for people.
+    /// The debug log of RMM, whose lines are meant for people.
     #[error(
         "is RMM's debug log: give its event log, which rmm.mr.LoggingResourceAdaptor or rmm.enable_logging() writes (first line \
          `Thread,Time,Action,Pointer,Size,Stream`)"
@@ -89,12 +89,12 @@ pub enum ImportErrorKind {
 }
 
 impl ImportError {
-    /// Creates an error of this kind, for callers that open the source themselves.
+    /// Creates an error of this kind. For callers that open the source themselves.
     pub fn new(path: Option<&Path>, kind: impl Into<ImportErrorKind>) -> Self {
         ImportError { path: path.map(Path::to_path_buf), kind: Box::new(kind.into()) }
     }
 
-    /// Sets the path, which precedes the message.
+    /// Sets the path. The error message begins with it.
     #[must_use]
     pub fn with_path(mut self, path: impl Into<PathBuf>) -> Self {
         self.path = Some(path.into());
@@ -127,8 +127,8 @@ impl Error for ImportError {
     }
 }
 
-// An I/O error deep inside a reader may come from the decompressor. The cause is then the compressed data, not the line or opcode at which
-// it stopped.
+// An I/O error deep inside a reader may come from the decompressor. In this case, the cause is the compressed data, not the line or opcode
+// at which the reader stopped.
 
 impl From<io::Error> for ImportErrorKind {
     fn from(error: io::Error) -> Self {

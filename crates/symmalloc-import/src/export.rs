@@ -7,7 +7,7 @@
 //!   'external_annotations': [] }
 //! ```
 //!
-//! The fields are those that PyTorch 2.11 writes. Their meaning here:
+//! The fields are those that PyTorch 2.11 writes. In an export they mean:
 //!
 //! | field | meaning |
 //! |---|---|
@@ -26,12 +26,12 @@
 //!
 //! [pending]: symmalloc_core::op::Pending
 //!
-//! Ops unknown to PyTorch's allocator (`wait`, `sync`, ...) leave no entry, but their effects on memory do. Allocations of zero bytes leave
-//! no entry either. [`read_bytes`](crate::read_bytes) restores the program, with two changes: streams and pools are numbered by their first
-//! allocation, and pools have the default settings.
+//! Ops that PyTorch's allocator does not know (`wait`, `sync`, ...) leave no entry, but their effects on memory do. Allocations of zero
+//! bytes leave no entry either. [`read_bytes`](crate::read_bytes) restores the program, with two changes: streams and pools are numbered by
+//! their first allocation, and pools have the default settings.
 //!
-//! A running allocator keeps no history. To export one, record a trace and export that: by rule D1 the rerun places allocations as the job
-//! did. [`export_allocator`] exports only the current state.
+//! A running allocator keeps no history. To export its history, record a trace and export the trace: by rule D1, executing the trace gives
+//! the same placements as the job had. [`export_allocator`] exports only the current state.
 //!
 //! ```
 //! use symmalloc_core::config::Config;
@@ -74,7 +74,8 @@ use writer::SnapshotWriter;
 
 /// Executes a program under a configuration, and writes its history and final state as a snapshot.
 ///
-/// Memory: the live allocations, and the program's names. The output depends only on the program and the configuration.
+/// Memory: proportional to the live allocations and the program's names. The output depends only on the program and the
+/// configuration.
 ///
 /// # Errors
 /// Returns an error if the program cannot be executed, or `sink` cannot be written.
@@ -82,8 +83,8 @@ pub fn export(program: &Program, config: &Config, sink: impl Write) -> Result<Ex
     export_with(program, config, &BTreeMap::new(), sink)
 }
 
-/// Exports a program like [`export`]. `device_free_bytes` states, by op of a request that the recording shows as refused, how much memory
-/// was free on the device: [`Recording::device_free_bytes`](crate::Recording::device_free_bytes).
+/// Exports a program like [`export`]. `device_free_bytes` states how many bytes were free on the device at each request that the recording
+/// shows as refused. Its keys are op indices, as in [`Recording::device_free_bytes`](crate::Recording::device_free_bytes).
 ///
 /// # Errors
 /// Returns an error if the program cannot be executed, or `sink` cannot be written.
@@ -133,7 +134,8 @@ pub fn export_allocator<B: Backend, L: Lock>(
     snapshot.finish(config)
 }
 
-/// Removes the segments of pools that sleep: PyTorch's have memory.
+/// Removes the segments of pools that sleep, because these segments have no memory, and every segment in a PyTorch
+/// snapshot has memory.
 fn with_memory(mut snapshot: Snapshot, is_asleep: impl Fn(PoolId) -> bool) -> Snapshot {
     snapshot.segments.retain(|segment| !is_asleep(segment.heap.pool));
     snapshot

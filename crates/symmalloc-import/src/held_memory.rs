@@ -1,8 +1,9 @@
-//! The memory that a recorded allocator held from the device at one moment, and how it was free.
+//! The memory that a recorded allocator had obtained from the device at one moment: how much of it was in use, and how
+//! the rest was free.
 
 use symmalloc_core::ids::{PoolId, StreamId};
 
-/// Device memory of a recorded allocator at one moment. A block counts with its size, which is the requested size rounded up.
+/// Device memory of a recorded allocator at one moment. Blocks are counted with their sizes, which are the requested sizes rounded up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct HeldMemory {
@@ -10,13 +11,13 @@ pub struct HeldMemory {
     pub reserved_bytes: u64,
     /// Bytes in use, including freed blocks that other streams still use.
     pub allocated_bytes: u64,
-    /// Number of segments that are free as a whole. `torch.cuda.empty_cache()` returns them to the device.
+    /// Number of segments that are entirely free. `torch.cuda.empty_cache()` releases them to the device.
     pub free_segments: u64,
-    /// Bytes of these segments.
+    /// Bytes in these segments.
     pub free_segment_bytes: u64,
-    /// Number of free blocks in segments that are in use. The device does not get them back.
+    /// Number of free blocks in segments that are in use. They are not released to the device.
     pub free_blocks: u64,
-    /// Bytes of these blocks.
+    /// Bytes in these blocks.
     pub free_block_bytes: u64,
     /// The largest contiguous free memory, in bytes.
     pub largest_free_bytes: u64,
@@ -39,8 +40,8 @@ impl HeldMemory {
         self.largest_free_bytes = self.largest_free_bytes.max(other.largest_free_bytes);
     }
 
-    /// Adds a segment of `size_bytes` whose used blocks are the items of `used`: their starts and sizes in bytes, in ascending order,
-    /// relative to the segment.
+    /// Adds a segment of `size_bytes`. The items of `used` are its used blocks in ascending order: their starts, relative to the segment,
+    /// and their sizes, both in bytes.
     pub(crate) fn add_segment(&mut self, size_bytes: u64, used: impl IntoIterator<Item = (u64, u64)>) {
         self.reserved_bytes = self.reserved_bytes.saturating_add(size_bytes);
         let (mut next, mut free) = (0, Vec::new());
@@ -68,15 +69,16 @@ impl HeldMemory {
     }
 }
 
-/// Memory of one heap of a recorded allocator: a pool, and in it the stream for which the memory was obtained.
+/// Memory of one heap of a recorded allocator. A heap is identified by its pool and by the stream for which the memory
+/// was obtained.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct HeldHeap {
-    /// The pool; `None` if no op of the recording uses it.
+    /// The pool of the heap; `None` if no op of the recording uses the pool.
     pub pool: Option<PoolId>,
-    /// The stream; `None` if no op of the recording uses it.
+    /// The stream of the heap; `None` if no op of the recording uses the stream.
     pub stream: Option<StreamId>,
-    /// Its memory.
+    /// The memory of the heap.
     pub held: HeldMemory,
 }
 
@@ -84,11 +86,11 @@ pub struct HeldHeap {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RecordedFailure {
-    /// Index of its record, a [`Refuse`](symmalloc_core::op::Op::Refuse).
+    /// Index of the request's record, a [`Refuse`](symmalloc_core::op::Op::Refuse).
     pub record: usize,
-    /// Memory that the allocator held then, if the recording shows it (PyTorch snapshots).
+    /// Memory that the allocator held when it refused the request, if the recording shows it (PyTorch snapshots).
     pub held: Option<HeldMemory>,
-    /// Bytes that were free on the device, if the recording states it (PyTorch snapshots).
+    /// Bytes that were free on the device at this time, if the recording states it (PyTorch snapshots).
     pub device_free_bytes: Option<u64>,
     /// Index of the request's Python stack in [`Stacks::stacks`](crate::Stacks::stacks).
     pub stack: Option<usize>,

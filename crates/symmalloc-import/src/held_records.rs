@@ -1,4 +1,4 @@
-//! The records that a reader holds, within a memory limit. Records with the same name share its text.
+//! The records that a reader holds, within a memory limit. Records with equal names share the text of the name.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -8,15 +8,16 @@ use symmalloc_core::op::{Op, Record};
 
 use crate::options::MemoryLimit;
 
-/// Bytes that a name takes beside its text: the counters of its allocation, and its entry in the table of names.
+/// Bytes that a name takes in addition to its text: the reference counts of its allocation, and its entry in the table
+/// of names.
 const NAME_BYTES: u64 = 48;
 
-/// Records within a memory limit.
+/// A list of records within a memory limit.
 pub(crate) struct HeldRecords {
     records: Vec<Record>,
     /// The distinct names. Never iterated.
     names: HashSet<Arc<str>>,
-    /// Bytes that a record takes with the copies that the caller makes of it.
+    /// Bytes that a record takes, including the copies that the caller makes of it.
     record_bytes: u64,
     /// Bytes held so far.
     held_bytes: u64,
@@ -25,14 +26,15 @@ pub(crate) struct HeldRecords {
     limit_bytes: u64,
 }
 
-/// Error of records that exceed the memory limit.
+/// Error: the records exceed the memory limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LimitExceeded {
     pub(crate) limit_bytes: u64,
 }
 
 impl HeldRecords {
-    /// Creates an empty list. The caller makes this many further copies of each record, which share its name.
+    /// Creates an empty list. `copies` is the number of further copies that the caller makes of each record. Copies
+    /// share the record's name.
     pub(crate) fn new(limit: MemoryLimit, copies: u32) -> Self {
         let record_bytes = size_of::<Record>() as u64 * (1 + u64::from(copies));
         let (records, names, limit_bytes) = (Vec::new(), HashSet::new(), limit.bytes());

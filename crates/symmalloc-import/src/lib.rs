@@ -1,5 +1,5 @@
-//! Readers for PyTorch memory snapshots, RMM logs and symmalloc traces, each plain, gzip or zstd. All of them produce
-//! [`Record`](symmalloc_core::op::Record)s.
+//! Readers for PyTorch memory snapshots, RMM logs and symmalloc traces, each of which may be plain or compressed with
+//! gzip or zstd. All readers produce [`Record`](symmalloc_core::op::Record)s.
 //!
 //! ```
 //! use symmalloc_import::{Format, ReadOptions, read_bytes};
@@ -13,22 +13,22 @@
 //! # Ok::<(), symmalloc_import::ImportError>(())
 //! ```
 //!
-//! [`read_path`] detects the format from the content, never from the name. It never executes the contents of a file, never trusts a length
-//! in it, and never recurses. Damaged, truncated or unsupported data produces an [`ImportError`] that names the position and a remedy. The
-//! [`Summary`] counts the omitted parts.
+//! [`read_path`] detects the format from the content rather than from the name. It never executes the contents of a file, never trusts a
+//! length in it, and never recurses. If the data is damaged, truncated or unsupported, it returns an [`ImportError`] that names the
+//! position and a remedy. The [`Summary`] counts the parts that were omitted.
 //!
-//! An allocation has one name. With [`ReadOptions::stacks`], a recording of a PyTorch snapshot also has the Python [`Stacks`] of its
+//! Each allocation has one name. With [`ReadOptions::stacks`], a recording from a PyTorch snapshot also has the Python [`Stacks`] of its
 //! allocations.
 //!
 //! # Implementation
 //!
-//! `recording.rs` detects the format. A custom pickle reader, which keeps only the relevant keys, passes snapshots to `pytorch.rs`, whose
-//! documentation maps each trace entry to ops. `rmm.rs` reads logs. Both feed a transcript, which converts addresses and raw handles to
-//! logical ids. `symmalloc-trace` reads text traces. [`compression`] is the layer below all of them, and is public for programs that write
-//! traces.
+//! `recording.rs` detects the format. A custom pickle reader, which keeps only the relevant keys, passes snapshots to `pytorch.rs`. The
+//! documentation of `pytorch.rs` maps each trace entry to ops. `rmm.rs` reads logs. Both feed a transcript, which converts addresses and
+//! raw handles to logical ids. `symmalloc-trace` reads text traces. [`compression`] is the layer below all readers. It is public for
+//! programs that write traces.
 //!
-//! The reverse direction is [`export()`](export::export), which writes the allocator's execution of a program as a PyTorch snapshot. It
-//! observes a [`rerun`], as do charts and [`perfetto`], which draws a job on a timeline.
+//! The reverse direction is [`export()`](export::export), which executes a program on the allocator and writes a PyTorch snapshot of this
+//! execution. It observes a [`rerun`], as do charts and [`perfetto`], which draws a job on a timeline.
 #![forbid(unsafe_code)]
 
 pub mod compression;

@@ -1,8 +1,8 @@
-//! A page about a failed allocation, which a running program writes at that moment.
+//! An HTML page about a failed allocation, which a running program writes when the allocation fails.
 //!
 //! `SYMMALLOC_ON_OUT_OF_MEMORY=report:FOLDER` turns it on. Each device of each rank writes a separate page, so that the folder shows which
-//! ranks failed, and why. The allocator keeps no history of earlier ops, but knows all live allocations with their names. The page lists what
-//! they hold. A later failure of the same device replaces the page.
+//! ranks failed, and why. The allocator keeps no history of earlier ops, but it knows all live allocations with their names, so the page
+//! lists what they hold. If the same device fails again later, the new page replaces the old one.
 //!
 //! ```text
 //! FOLDER/out-of-memory.html                       one rank, device 0
@@ -34,25 +34,27 @@ use symmalloc_files::say;
 /// The environment variable that turns the page on.
 pub const ON_OUT_OF_MEMORY_VARIABLE: &str = "SYMMALLOC_ON_OUT_OF_MEMORY";
 
-/// Maximum number of pages that a process writes. A program that tries again and again would otherwise spend its time on them.
+/// Maximum number of pages that a process writes. Without it, a program that repeats a failing request would spend its time on writing
+/// pages.
 const PAGES_MAX: u32 = 64;
 
-/// Number of holders that a page lists.
+/// Maximum number of holders that a page lists. A holder is all live allocations with the same name, or with the same
+/// size if they have no name.
 const HOLDERS_MAX: usize = 40;
 
-/// Number of pools that the description lists.
+/// Maximum number of pools that the description lists separately.
 const POOLS_MAX: usize = 5;
 
-/// Pages of this process so far.
+/// Number of pages that this process has written so far.
 static PAGES: AtomicU32 = AtomicU32::new(0);
 
-/// The action when an allocation fails: a page in a folder.
+/// The action when an allocation fails: write a page to a folder.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OnOutOfMemory {
     folder: PathBuf,
 }
 
-/// Error of a text that names no action.
+/// Error: the text does not name an action.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("must be report:FOLDER, to write a page into that folder when an allocation fails")]
 pub struct OnOutOfMemoryError;
@@ -67,10 +69,10 @@ impl FromStr for OnOutOfMemory {
 }
 
 impl OnOutOfMemory {
-    /// Returns the action that the environment states, if any.
+    /// Returns the action that the environment variable states, if it is set.
     ///
     /// # Errors
-    /// Returns an error if the variable has another value.
+    /// Returns an error if the value of the variable is invalid.
     pub fn from_environment() -> Result<Option<Self>, OnOutOfMemoryError> {
         match env::var(ON_OUT_OF_MEMORY_VARIABLE) {
             Ok(text) if text.trim().is_empty() => Ok(None),
@@ -80,7 +82,8 @@ impl OnOutOfMemory {
         }
     }
 
-    /// Returns the action that the environment of this process states. Prints an invalid value once, and ignores it.
+    /// Returns the action that the environment of this process states. If the value is invalid, prints it once and
+    /// returns `None`.
     pub fn of_process() -> Option<&'static Self> {
         static ACTION: OnceLock<Option<OnOutOfMemory>> = OnceLock::new();
         let read = || {
@@ -92,7 +95,8 @@ impl OnOutOfMemory {
         ACTION.get_or_init(read).as_ref()
     }
 
-    /// Writes the page like [`write`](Self::write), and prints where it is, or why it cannot be written.
+    /// Writes the page like [`write`](Self::write), and prints the path of the page, or the reason why it cannot be
+    /// written.
     pub fn report<B: Backend, L: Lock>(
         &self,
         allocator: &generic::Allocator<B, L>,
@@ -106,13 +110,13 @@ impl OnOutOfMemory {
         }
     }
 
-    /// Returns the folder of the pages.
+    /// Returns the folder in which the pages are written.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// Writes the page of a device, and returns its path; `None` if this process has written 64 pages already. Reads the state of the
-    /// allocator and changes nothing, so it may differ between ranks. The rank comes from `RANK` and `WORLD_SIZE`.
+    /// Writes the page of a device and returns its path, or returns `None` if this process has already written 64 pages. Reads the state of
+    /// the allocator but does not change it, so not all ranks need to call it. The rank comes from `RANK` and `WORLD_SIZE`.
     ///
     /// # Errors
     /// Returns an error if the page cannot be written.
@@ -142,7 +146,7 @@ impl OnOutOfMemory {
     }
 }
 
-/// Memory of a heap.
+/// The memory of a heap.
 #[derive(Default)]
 struct HeapState {
     live_bytes: u64,
@@ -152,10 +156,10 @@ struct HeapState {
     largest_free_bytes: u64,
 }
 
-/// Returns the page.
+/// Returns the page as HTML.
 fn page<B: Backend, L: Lock>(allocator: &generic::Allocator<B, L>, error: &OutOfMemory, title: &str) -> String {
     let mut heaps: BTreeMap<HeapId, HeapState> = BTreeMap::new();
-    // Live allocations by name, or by size without one.
+    // Live allocations, grouped by name, or by size if they have no name.
     let mut holders: BTreeMap<String, (u64, u64)> = BTreeMap::new();
     for segment in allocator.snapshot().segments {
         let heap = heaps.entry(segment.heap).or_default();
@@ -236,9 +240,10 @@ fn page<B: Backend, L: Lock>(allocator: &generic::Allocator<B, L>, error: &OutOf
     out + "</table></body></html>\n"
 }
 
-/// Describes what each pool holds, that of the request first, then those that hold most. `None` for one pool.
+/// Describes what each pool holds: first the pool of the request, then the pools that hold most. Returns `None` if
+/// there is only one pool.
 fn pools_text(heaps: &BTreeMap<HeapId, HeapState>, own: PoolId) -> Option<String> {
-    // By pool: live, reserved and free bytes.
+    // For each pool: live, reserved and free bytes.
     let mut pools: BTreeMap<PoolId, [u64; 3]> = BTreeMap::from([(own, [0; 3])]);
     for (HeapId { pool, .. }, heap) in heaps {
         let sums = pools.entry(*pool).or_default();
@@ -307,7 +312,7 @@ mod tests {
 
     #[test]
     fn the_page_states_what_failed_and_what_holds_the_memory() {
-        // The free memory stays, so that the page shows it.
+        // The pool keeps its free memory, so that the page can show it.
         let config = "total_limit_mb:64,reclaim:never".parse().unwrap();
         let allocator = symmalloc_core::Allocator::new(SimBackend::builder().build(), config).unwrap();
         let stream = allocator.register_stream().unwrap();
@@ -362,7 +367,7 @@ mod tests {
         assert!(page.contains(wanted), "no {wanted:?} in {page}");
         assert!(page.contains("other pools (3): 6.00 MiB live, 12.00 MiB reserved, 6.00 MiB free"), "{page}");
         assert!(page.contains("pool 2, stream 0</td><td>2.00 MiB</td><td>18.00 MiB</td><td>16.00 MiB"), "{page}");
-        // A pool that holds nothing yet is listed, too.
+        // A pool that holds nothing yet is listed as well.
         let empty = allocator.create_pool("reclaim:never".parse().unwrap()).unwrap();
         let text = super::page(&allocator, &refused(empty), "Out of memory");
         assert!(text.contains("pool 8, of the request: 0 B live, 0 B reserved, 0 B free"), "{text}");

@@ -1,4 +1,4 @@
-//! A job on a timeline: Chrome's trace events, for <https://ui.perfetto.dev> and other tools that read them.
+//! A job on a timeline, as Chrome trace events, for <https://ui.perfetto.dev> and other tools that read them.
 //!
 //! ```text
 //!  job                            trim ◆            out of memory ◆                          instants
@@ -11,8 +11,8 @@
 //!  pool 0, stream 1   ...
 //! ```
 //!
-//! Each heap is a process; one more process represents the job. Each op takes one microsecond: events of op 17 of the program, counted from
-//! 0, are at 17 µs. Equal jobs under equal configurations therefore produce equal bytes.
+//! Each heap is shown as a process, and so is the job as a whole. Time is measured in ops, at one microsecond per op: events of op 17 of
+//! the program, counted from 0, are at 17 µs. Equal jobs under equal configurations therefore produce equal bytes.
 //!
 //! | `ph` | `name` | `args` |
 //! |---|---|---|
@@ -23,9 +23,9 @@
 //! | `i` | `trim`, `reserve`, `sync`, `pool destroyed` | the op's operands |
 //! | `M` | `process_name`, `process_sort_index` | |
 //!
-//! An allocation that is live at the end of the job ends there. A large job would produce a file that no viewer opens, so
-//! [`TimelineOptions`] limits the number of slices, to those of the largest allocations, and the number of points per counter, each the
-//! highest value of several consecutive ops. Memory: the live allocations, and a few numbers per heap.
+//! The slice of an allocation that is live at the end of the job ends there. A large job would produce a file that no viewer can open.
+//! [`TimelineOptions`] therefore limits the number of slices, keeping the largest allocations, and the number of points per counter, where
+//! each point is the highest value of several consecutive ops. Memory: proportional to the live allocations, and a few numbers per heap.
 
 mod heap;
 
@@ -46,14 +46,15 @@ use crate::rerun::{Happened, Live, Moment, Rerun};
 use heap::{HeapTrack, Quantity};
 use writer::{Args, EventWriter};
 
-/// Limits on the level of detail.
+/// Limits on the level of detail of a timeline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TimelineOptions {
-    /// Maximum number of slices. The largest allocations are drawn; among equally large ones, the first. `None` draws all.
+    /// Maximum number of slices. The largest allocations are drawn; if several are equally large, the first ones. `None` draws all
+    /// allocations.
     pub slices_max: Option<u64>,
-    /// Maximum number of points per counter. If there are more ops, each point is the highest value of several consecutive ops. `None`
-    /// draws all.
+    /// Maximum number of points per counter. If there are more ops than points, each point is the highest value of several consecutive ops.
+    /// `None` draws a point for every op.
     pub points_max: Option<u64>,
 }
 
@@ -68,21 +69,22 @@ impl Default for TimelineOptions {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TimelineSummary {
-    /// Heaps that held memory.
+    /// Number of heaps that held memory.
     pub heaps: u64,
-    /// Allocations drawn as slices.
+    /// Number of allocations drawn as slices.
     pub slices: u64,
-    /// Allocations of at least one byte not drawn, because there are larger ones.
+    /// Number of allocations of at least one byte that were not drawn, because there are enough larger ones.
     pub left_out: u64,
-    /// Values of counters.
+    /// Number of counter values written.
     pub points: u64,
-    /// Ops per value of a counter.
+    /// Number of ops per counter value.
     pub ops_per_point: u64,
-    /// Memory mapped and unmapped, refused requests, trims and similar events.
+    /// Number of instants: memory mapped or unmapped, refused requests, trims and similar events.
     pub instants: u64,
 }
 
-/// Executes a program under a configuration and writes the events as Chrome's trace events. Writes to `sink` in many small pieces.
+/// Executes a program under a configuration, and writes its events as Chrome trace events. It writes to `sink` in many small pieces, so
+/// `sink` should be buffered.
 ///
 /// # Errors
 /// Returns an error if the program cannot be executed, or `sink` cannot be written.
@@ -126,7 +128,7 @@ pub fn timeline(
     timeline.finish(ops)
 }
 
-/// The process for events outside of heaps. Viewers reserve number 0 for the system.
+/// The process of events that belong to no heap. Viewers reserve number 0 for the system.
 const JOB: usize = 1;
 /// The process of the first heap.
 const FIRST_HEAP: usize = 2;
@@ -135,11 +137,12 @@ fn ops_per_point(ops: usize, points_max: Option<u64>) -> u64 {
     points_max.map_or(1, |most| (ops as u64).div_ceil(most.max(1)).max(1))
 }
 
-/// The allocations to draw: the larger ones, and the first of those at the size threshold.
+/// Selects the allocations to draw: all that are larger than a threshold, and the first of those that are exactly as
+/// large.
 struct Drawn {
-    /// Threshold: all larger allocations are drawn.
+    /// The threshold: all larger allocations are drawn.
     above_bytes: u64,
-    /// Remaining number of allocations of exactly that size to draw.
+    /// Number of allocations of exactly the threshold's size that may still be drawn.
     left: u64,
 }
 
@@ -175,11 +178,11 @@ struct TimelineWriter<'p, W> {
     events: EventWriter<W>,
     program: &'p Program,
     drawn: Drawn,
-    /// Open slices by allocation, with their processes.
+    /// Open slices: the allocation, and the process in which its slice is drawn.
     open: BTreeMap<AllocationId, usize>,
     /// Heaps in the order in which they first held memory: the n-th is process `FIRST_HEAP` + n.
     heaps: Vec<HeapTrack>,
-    /// Heaps with a counter that changed since it was last written.
+    /// Heaps with a counter that has changed since it was last written.
     changed: Vec<usize>,
     summary: TimelineSummary,
 }
@@ -281,7 +284,7 @@ impl<W: Write> TimelineWriter<'_, W> {
         Ok(self.events.instant(name, process, at, args)?)
     }
 
-    /// Returns the index of an owner's heap, and marks the heap as changed.
+    /// Returns the index of the heap of an owner, and marks the heap as changed.
     fn heap(&mut self, owner: HeapId) -> Result<usize, ExportError> {
         let known = self.heaps.iter().position(|heap| heap.owner == owner);
         let heap = match known {
@@ -300,12 +303,12 @@ impl<W: Write> TimelineWriter<'_, W> {
         Ok(heap)
     }
 
-    /// Settles the changed heaps at the end of an op.
+    /// Records the current values of the changed heaps, at the end of an op.
     fn settle(&mut self) {
         self.changed.iter().for_each(|heap| self.heaps[*heap].settle());
     }
 
-    /// Writes the counters that changed since the last point, after an op.
+    /// Writes a point for each changed counter, after the op at `at`.
     fn points(&mut self, at: usize) -> Result<(), ExportError> {
         self.settle();
         self.changed.sort_unstable();
@@ -321,7 +324,7 @@ impl<W: Write> TimelineWriter<'_, W> {
     }
 
     fn finish(mut self, ops: usize) -> Result<TimelineSummary, ExportError> {
-        // Write twice: the highest values of the last ops, then the final values.
+        // Writes points twice: first the highest values of the last ops, then the final values.
         self.points(ops.saturating_sub(1))?;
         self.points(ops)?;
         for (id, process) in std::mem::take(&mut self.open) {
@@ -332,7 +335,7 @@ impl<W: Write> TimelineWriter<'_, W> {
     }
 }
 
-/// Name of allocations without a name.
+/// The name of slices whose allocations have no name.
 const UNNAMED: &str = "unnamed";
 
 #[cfg(test)]

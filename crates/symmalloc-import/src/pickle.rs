@@ -1,13 +1,13 @@
 //! A reader for pickles of dicts, lists, numbers and text, as `pickle.dump` writes them in protocols 2 to 5.
 //!
-//! Python's own reader runs code that a pickle names, keeps every memoized object, and is written in Python. This reader processes
-//! untrusted memory snapshots of 100 MB and more, so it
+//! Python's own reader runs code that a pickle names, keeps every memoized object, and is written in Python. This reader must process
+//! untrusted memory snapshots of 100 MB and more. It therefore
 //!
-//! * **executes nothing.** Opcodes that import, call or load objects are errors, with their name and offset;
-//! * **keeps almost nothing.** Values are pruned to the caller's vocabulary while they are read (see [`values`]), in one pass from start to
-//!   end, so the source can be a pipe;
-//! * **trusts nothing.** Memory is never allocated for a stated length. Memo indices must ascend. Shared and self-containing values remain
-//!   one value; the reader neither expands them nor recurses.
+//! * **executes nothing.** Opcodes that import, call or load objects cause an error that states their name and offset;
+//! * **keeps almost nothing.** Values are pruned to the caller's vocabulary while they are read (see [`values`]). This takes one pass from
+//!   start to end, so the source can be a pipe;
+//! * **trusts nothing.** Memory is never allocated for a stated length. Memo indices must ascend. A value that is shared or that contains
+//!   itself remains one value: the reader neither expands it nor recurses.
 //!
 //! A pickle is a program for a stack machine:
 //!
@@ -17,9 +17,9 @@
 //!   memo:                                  0: {}                              1: "size"
 //! ```
 //!
-//! Memory: 16 bytes for each value on the stack and for each memoized value, plus whatever [`values`] keeps. This is at most 48 bytes per
-//! opcode, plus the kept text. Real snapshots take twice the pickle's length without stack frames, and half of it with them. The caller
-//! sets a limit on the total. Time: linear in the input.
+//! Memory: 16 bytes for each value on the stack and for each memoized value, plus what [`values`] keeps. The total is at most 48 bytes per
+//! opcode, plus the kept text. A real snapshot takes twice the length of its pickle without stack frames, and half of it with them. The
+//! caller sets a limit on the total. Time: linear in the input.
 
 use std::io::Read;
 
@@ -39,13 +39,13 @@ use crate::options::MemoryLimit;
 use input::Input;
 use values::ArenaFull;
 
-/// Maximum distance of a memo index from the next one. All known writers count up from 0 or 1.
+/// Maximum distance of a memo index from the next expected one. All known writers count up from 0 or 1.
 const MEMO_GAP_MAX: usize = 1;
 
 /// Number of opcodes between two checks of the memory limit.
 const OPCODES_PER_LIMIT_CHECK: u64 = 1024;
 
-/// Maximum length of kept text outside of the vocabulary.
+/// Maximum length of kept text that is not in the vocabulary, in bytes.
 const TEXT_BYTES_MAX: u64 = NAME_BYTES_MAX as u64;
 
 /// A parsed pickle: one value.
@@ -54,20 +54,20 @@ pub(crate) struct Document {
     pub(crate) values: Values,
 }
 
-/// The parts of a pickle to keep.
+/// The parts of a pickle that the reader keeps.
 #[derive(Clone, Copy)]
 pub(crate) struct Vocabulary<'a> {
-    /// The text to keep: at most 256 words. [`Word`] is an index into it.
+    /// The words: text that is always kept. There are at most 256; [`Word`] is an index into them.
     pub(crate) words: &'static [&'static str],
-    /// Words whose values are also kept as text, of up to [`TEXT_BYTES_MAX`].
+    /// Words whose values are kept as text even if they are not words themselves, up to [`TEXT_BYTES_MAX`] bytes.
     pub(crate) texts_of: &'static [Word],
-    /// Words whose lists are stored once per content.
+    /// Words whose values are lists that are stored only once for equal contents.
     pub(crate) shared_lists_of: &'static [Word],
-    /// Rule that selects the dicts that are kept in lists.
+    /// The rule that selects which dicts are kept in lists.
     pub(crate) keeps: Keeps<'a>,
 }
 
-/// Reads a pickle that fills `source` to its end, within a limit on memory.
+/// Reads a pickle that extends to the end of `source`, within a limit on memory.
 pub(crate) fn read<R: Read>(
     source: R,
     vocabulary: Vocabulary<'_>,
@@ -76,13 +76,13 @@ pub(crate) fn read<R: Read>(
     Machine::new(source, vocabulary, limit.into()).run()
 }
 
-/// A frame of protocol 4 or 5: a number of bytes that contain whole opcodes.
+/// A frame of protocol 4 or 5: a stated number of bytes that contain whole opcodes.
 #[derive(Clone, Copy)]
 struct Frame {
     /// Offset of the frame's opcode.
     offset: u64,
     length_bytes: u64,
-    /// Offset at which the frame ends; an opcode must end there too.
+    /// Offset at which the frame ends. An opcode must end there as well.
     end: u64,
 }
 
@@ -102,7 +102,7 @@ struct Machine<'a, R> {
     offset: u64,
     frame: Option<Frame>,
     stack: Vec<Value>,
-    /// Stack heights in ascending order; items below the last one are out of reach.
+    /// Stack heights in ascending order. Opcodes cannot reach items below the last one.
     marks: Vec<usize>,
     memo: Vec<Option<Value>>,
     values: Values,
@@ -210,7 +210,7 @@ impl<'a, R: Read> Machine<'a, R> {
                 self.push_long(length.into())
             }
             opcode::LONG4 => {
-                // The length is signed in the format. A negative one, read as unsigned, exceeds any input.
+                // The format defines the length as signed. A negative length, read as unsigned, exceeds any input.
                 let length = u32::from_le_bytes(self.input.array()?);
                 self.push_long(length)
             }
@@ -348,7 +348,7 @@ impl<'a, R: Read> Machine<'a, R> {
     }
 
     fn push_text(&mut self, length_bytes: u64) -> Result<(), PickleError> {
-        // No word is longer than 255 bytes, so any text that could be a word fits.
+        // No word is longer than 255 bytes, so any text that could be a word fits into the array.
         let mut text = [0; 256];
         if (1..=TEXT_BYTES_MAX).contains(&length_bytes) && self.is_text_key(self.stack.last()) {
             return self.push_kept_text(length_bytes as usize);
@@ -363,7 +363,8 @@ impl<'a, R: Read> Machine<'a, R> {
         self.push(word.unwrap_or(Value::OtherText))
     }
 
-    /// Pushes text after a key whose texts are all kept. A vocabulary word remains a word, because it may be shared with another key.
+    /// Pushes text after a key whose texts are all kept. A word of the vocabulary remains a word, because it may also be shared with a
+    /// different key.
     fn push_kept_text(&mut self, length_bytes: usize) -> Result<(), PickleError> {
         let mut text = vec![0; length_bytes];
         self.input.fill(&mut text)?;
@@ -400,13 +401,13 @@ impl<'a, R: Read> Machine<'a, R> {
         self.marks.last().copied().unwrap_or(0)
     }
 
-    /// Removes the last mark and counts the values above it.
+    /// Removes the last mark, and returns the number of values above it.
     fn above_mark(&mut self) -> Result<usize, PickleError> {
         let mark = self.marks.pop().ok_or(PickleError::StackUnderflow { offset: self.offset })?;
         Ok(self.stack.len() - mark)
     }
 
-    /// Returns the position of the topmost `count` values.
+    /// Returns the position of the lowest of the topmost `count` values.
     #[inline]
     fn start_of(&self, count: usize) -> Result<usize, PickleError> {
         let start = self.stack.len().checked_sub(count).filter(|start| *start >= self.floor());
@@ -435,7 +436,8 @@ impl<'a, R: Read> Machine<'a, R> {
             return Err(self.wrong_container());
         }
         for pair in pairs {
-            // Omit fields without a text. Most entries have none, so storing them would cost one field per entry.
+            // Omits a text field that has no text. Most entries have none, so storing the field would cost one field
+            // per entry.
             if matches!(pair[1], Value::Nothing | Value::True | Value::OtherText) && self.is_text_key(pair.first()) {
                 continue;
             }

@@ -1,6 +1,8 @@
-//! PyTorch memory snapshots: converts pickles from `torch.cuda.memory._dump_snapshot` to the ops of the recorded program.
+//! PyTorch memory snapshots: converts pickles that `torch.cuda.memory._dump_snapshot` writes to the ops of the recorded
+//! program.
 //!
-//! Supports Python's writer (any protocol from 2) and the C++ writer (protocol 2), with and without stack frames.
+//! Supports the pickles of Python's writer (any protocol from 2) and of PyTorch's C++ writer (protocol 2), with and
+//! without stack frames.
 //!
 //! ```text
 //! { 'device_traces': [ [ {'action': 'alloc', 'addr': .., 'size': .., 'stream': .., 'frames': [..], ..}, .. ], .. ],
@@ -17,21 +19,22 @@
 //! | `oom` | [`Refuse`], by the driver; of the last one, the reader also reports what the allocator held ([`RecordedFailure`]) |
 //! | `snapshot`, others | counted in the [`Summary`] |
 //!
-//! PyTorch completes a free within the same call unless another stream used the block. A `free_completed` that does not directly follow its
-//! `free_requested` therefore implies such a use. The snapshot does not state *which* stream it was. The importer assigns the use to the
-//! lowest-numbered stream other than the allocation's own; if the recording has no second stream, it registers one. Replays thus wait for
-//! another stream wherever the job did, but not always for the same one. A free during CUDA graph capture, which PyTorch also completes
-//! later, looks the same.
+//! PyTorch completes a free within the same call unless another stream used the block. If a `free_completed` does not directly follow its
+//! `free_requested`, it therefore implies a use by another stream. The snapshot does not state *which* stream it was. The importer assigns
+//! the use to the lowest-numbered stream other than the allocation's own. If the recording has no second stream, the importer registers
+//! one. In a replay, a stream therefore waits for another one wherever this happened in the job, but not always for the same one. PyTorch
+//! also completes a free later if the free happens during the capture of a CUDA graph; the importer cannot distinguish this case.
 //!
-//! If the other stream finishes before the next allocation, PyTorch notices then, and the completion directly follows the request, as if
-//! there had been no other stream. Recorded uses therefore depend on timing: **two ranks that run the same program may differ in them** (of
-//! the 24,419 frees of one recorded job, 558 did), though not in allocations and frees.
+//! If the other stream finishes before the next allocation, PyTorch notices this at the allocation. The completion then directly follows
+//! the request, as if no other stream had used the block. Recorded uses therefore depend on timing: **two ranks that run the same program
+//! may differ in them** (of the 24,419 frees of one recorded job, 558 did), though not in allocations and frees.
 //!
-//! Allocations live at the beginning of the trace come first, see `before.rs`. Streams are numbered by the first appearance of their handle
-//! in an allocation. An allocation's name is its `user_metadata`, which a program sets with `torch.cuda.memory._set_memory_metadata`, or
-//! else the Python frame that requested it, see `frames.rs`, which also reads [`Stacks`](crate::Stacks). An entry names its mempool
-//! (`pool_id`), or its segment does in older versions (`segment_pool_id`); entries of symmalloc's [export](crate::export) have
-//! `symmalloc_pool`. Pools get the default configuration, because a snapshot does not contain their settings.
+//! The allocations that are live at the beginning of the trace come first; see `before.rs`. Streams are numbered by the first appearance of
+//! their handle in an allocation. The name of an allocation is its `user_metadata`, which a program sets with
+//! `torch.cuda.memory._set_memory_metadata`. Without it, the name is the Python frame that requested the allocation; see `frames.rs`, which
+//! also reads [`Stacks`](crate::Stacks). An entry names its mempool (`pool_id`). In older versions, the entry's segment does
+//! (`segment_pool_id`). In symmalloc's [export](crate::export), the entry names its pool in `symmalloc_pool`. Pools get the default
+//! configuration, because a snapshot does not contain their settings.
 //!
 //! [`Allocate`]: symmalloc_core::op::Op::Allocate
 //! [`Free`]: symmalloc_core::op::Op::Free
@@ -100,7 +103,7 @@ fn device_traces(document: &Document) -> Result<Vec<&List>, SnapshotError> {
     };
     let traces = match traces {
         Some(Value::List(traces)) => traces,
-        // Segments alone contain the live allocations.
+        // A snapshot that has only segments still contains the live allocations.
         None if segments_of(document).is_some() => return Ok(Vec::new()),
         _ => return Err(SnapshotError::NotASnapshot),
     };
@@ -115,12 +118,12 @@ fn device_traces(document: &Document) -> Result<Vec<&List>, SnapshotError> {
     traces.items.iter().map(trace).collect()
 }
 
-/// Maximum number of devices of a snapshot without traces. No machine has more.
+/// Maximum number of devices in a snapshot without traces. No machine has more.
 const DEVICES_MAX: usize = 1 << 10;
 
-/// Returns the requested device, or else the only device that allocates in its trace, or else the only device with live memory in its
-/// segments, or else the only device with any entry. PyTorch writes entries for devices that the program does not use, such as the mark of
-/// a snapshot.
+/// Returns the requested device. If the caller requested none, returns the only device whose trace contains an allocation; otherwise the
+/// only device with live memory in its segments; otherwise the only device with any entry. Entries alone are weak evidence, because PyTorch
+/// also writes entries for devices that the program does not use, such as the mark of a snapshot.
 fn select_device(
     document: &Document,
     traces: &[&List],
@@ -146,7 +149,7 @@ fn select_device(
         }
         Item::List(_) => false,
     };
-    // A damaged trace is read, so that its error is reported.
+    // A damaged trace is selected as well, so that reading it reports the error.
     let allocates = |device: &usize| !traces[*device].is_whole() || traces[*device].items.iter().any(is_allocation);
     let has_entries = |device: &usize| traces[*device].len > 0;
     let has_live = |device: &usize| live.contains_key(device);
@@ -248,7 +251,7 @@ impl<'a> DeviceTrace<'a> {
         Ok(transcript)
     }
 
-    /// Adds the stack of the allocation that the transcript got last, if stacks are read.
+    /// Adds the stack of the allocation that the transcript received last, if stacks are read.
     fn add_stack(
         &self,
         stacks: &mut Option<StackReader<'a>>,
@@ -264,7 +267,7 @@ impl<'a> DeviceTrace<'a> {
         SnapshotError::StacksTooLarge { device: self.device, entry, limit_bytes }
     }
 
-    /// Returns `true` if the trace has an entry about memory. Without one, the snapshot shows a state alone.
+    /// Returns `true` if the trace has an entry about memory. If it has none, the snapshot shows only a state.
     fn has_history(&self) -> bool {
         let is_of_memory = |entry: &TraceEntry<'_>| {
             let action = entry.field(ACTION);
@@ -273,7 +276,7 @@ impl<'a> DeviceTrace<'a> {
         self.entries().any(|entry| entry.as_ref().map_or(true, is_of_memory))
     }
 
-    /// Converts the allocations live at the beginning of the trace; they come first.
+    /// Converts the allocations that are live at the beginning of the trace. They precede everything else.
     fn retell_before(
         &self,
         transcript: &mut Transcript,

@@ -1,17 +1,19 @@
-//! Reruns: execute a recorded program on this allocator, and observe it op by op.
+//! Reruns: a rerun executes a recorded program on this allocator, and lets the caller observe it op by op.
 //!
 //! ```text
 //! Program ──► Rerun ──► each op: its outcome, and the memory mapped and unmapped
 //!               └─────► a snapshot of every segment and block, at any time
 //! ```
 //!
-//! A rerun serves everything that displays a job, such as a snapshot for PyTorch's viewer or a chart. It keeps only the live allocations,
-//! so an observer may stop anywhere and run again: by rule D1 every rerun is the same, and matches the job itself on this allocator.
+//! Reruns serve everything that displays a job, such as a snapshot for PyTorch's viewer or a chart. A rerun keeps only the live
+//! allocations. An observer may therefore stop anywhere and start a second rerun: by rule D1, every rerun is the same, and matches the job
+//! itself on this allocator.
 //!
 //! If a recording states how long freed memory stayed [pending](symmalloc_core::op::Pending), a rerun can [keep it in
 //! use](Rerun::with_pending_frees) for as long as the recorded allocator did.
 //!
-//! The simulated device grants every request, at ascending addresses. Placements do not depend on it, and configured limits still apply.
+//! The simulated device grants every request, at ascending addresses. Placements do not depend on the device, and configured limits still
+//! apply.
 //!
 //! ```
 //! use symmalloc_core::config::Config;
@@ -58,7 +60,7 @@ use symmalloc_trace::replay::{Program, Replay, StepError};
 use device::NotingDevice;
 use pending::PendingFrees;
 
-/// A program on a separate allocator. See the [module documentation](self).
+/// A program on its own allocator. See the [module documentation](self).
 #[derive(Debug)]
 pub struct Rerun<'p> {
     program: &'p Program,
@@ -90,39 +92,40 @@ pub enum Happened {
         /// The other stream.
         stream: StreamId,
     },
-    /// A configured limit refused the allocation, or it exceeds the maximum size of a segment.
+    /// A configured limit refused the allocation, or its size exceeds the maximum size of a segment.
     Refused {
         /// Requested bytes.
         requested_bytes: u64,
         /// The allocation's stream.
         stream: StreamId,
-        /// Remaining bytes of the limit.
+        /// Bytes that remained under the limit; 0 if no limit refused the allocation.
         left_bytes: u64,
     },
-    /// The program shows the request as refused: [`Op::Refuse`].
+    /// The program contains a refused request: [`Op::Refuse`].
     WasRefused {
         /// Requested bytes.
         requested_bytes: u64,
         /// The request's stream.
         stream: StreamId,
-        /// Remaining bytes of the pool's limit or the total limit, whichever are fewer. `None` without a limit.
+        /// Bytes that remained under the pool's limit or under the total limit, whichever is less. `None` without a
+        /// limit.
         left_bytes: Option<u64>,
     },
-    /// Any other outcome: an allocation of zero bytes, an op on a refused allocation, or an op on streams or pools.
+    /// None of the above: an allocation of zero bytes, an op on a refused allocation, or an op on streams or pools.
     Nothing,
 }
 
-/// One op of a rerun, or the completion of an earlier free.
+/// The execution of one op, or the completion of an earlier free.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Moment<'a> {
-    /// Index of the op in the program, from 0; for a completion, that of the last op before it.
+    /// Index of the op in the program, from 0. For a completion, the index of the last op before it.
     pub number: usize,
-    /// The op; for a completion, the free.
+    /// The op. For a completion, the op that requested the free.
     pub op: &'a Op,
     /// Outcome of the op.
     pub happened: Happened,
-    /// Memory mapped and unmapped, in order.
+    /// Memory that was mapped and unmapped, in order.
     pub memory: &'a [MemoryChange],
 }
 
@@ -144,7 +147,7 @@ pub enum RerunError {
 }
 
 impl<'p> Rerun<'p> {
-    /// Creates a rerun of the program under a configuration, which replaces the program's settings for the default pool.
+    /// Creates a rerun of the program. The configuration replaces the program's settings for the default pool.
     ///
     /// # Errors
     /// Returns an error if the configuration is invalid for the device, whose granularity is 2 MiB.
@@ -154,8 +157,8 @@ impl<'p> Rerun<'p> {
         Ok(Rerun { program, allocator, pools, with_pending_frees: false, plans: None })
     }
 
-    /// Creates a rerun that follows plans, under their configuration. The program's pools must have the configuration that the plans
-    /// state.
+    /// Creates a rerun that follows plans, under the configuration of the plans. The program must create its pools with the configuration
+    /// that the plans state.
     ///
     /// # Errors
     /// Returns an error if the configuration is invalid for the device, whose granularity is 2 MiB.
@@ -163,8 +166,8 @@ impl<'p> Rerun<'p> {
         Ok(Rerun { plans: Some(plans), ..Rerun::new(program, plans.config())? })
     }
 
-    /// Keeps memory in use while its free was pending in the recording, like an allocator that waits for the device, such as PyTorch's.
-    /// This can increase the memory needed. Destroying a pool completes its pending frees.
+    /// Keeps memory in use for as long as its free was pending in the recording. PyTorch's allocator behaves like this, because it waits
+    /// for the device. The rerun may then need more memory. Destroying a pool completes the pending frees.
     #[must_use]
     pub fn with_pending_frees(mut self) -> Self {
         self.with_pending_frees = true;
@@ -174,10 +177,10 @@ impl<'p> Rerun<'p> {
     /// Executes the first `ops` ops of the program, and passes each of them to `watch`.
     ///
     /// # Errors
-    /// The first error of `watch` or of an op. A refused allocation is not an error.
+    /// Returns the first error of `watch` or of an op. A refused allocation is not an error.
     ///
     /// # Panics
-    /// Panics when called a second time.
+    /// Panics if it is called a second time.
     pub fn run<E: From<RerunError>>(
         &mut self,
         ops: usize,
@@ -249,7 +252,7 @@ impl<'p> Rerun<'p> {
     }
 }
 
-/// Returns a replay at the beginning of its first pass.
+/// Returns a replay that has begun its first pass.
 fn started<'a>(
     allocator: &'a Allocator<NotingDevice>,
     program: &'a Program,
@@ -260,7 +263,7 @@ fn started<'a>(
     Ok(replay)
 }
 
-/// Returns the heap that has the segment at this address, the segment's stream, and `true` if the segment is expandable.
+/// Returns the heap of the segment at this address, the segment's stream, and `true` if the segment is expandable.
 fn heap_of_segment(
     base: DeviceAddress,
     segments: &[SegmentSnapshot],
@@ -317,7 +320,7 @@ fn carried_out(
     Ok(happened)
 }
 
-/// Completes a pending free, after op `number`.
+/// Completes a pending free. `number` is the index of the last op before it.
 fn complete<E: From<RerunError>>(
     allocator: &Allocator<NotingDevice>,
     replay: &mut Replay<'_, NotingDevice, Exclusive>,
@@ -337,12 +340,13 @@ fn is_refusal(error: &AllocateError) -> bool {
     matches!(error, AllocateError::OutOfMemory(_) | AllocateError::TooLarge { .. })
 }
 
-/// Returns `true` if a limit refused the request. The device itself refuses nothing.
+/// Returns `true` if a limit refused the request. The device itself never refuses a request.
 fn is_of_limit(error: &AllocateError) -> bool {
     matches!(error, AllocateError::OutOfMemory(refusal) if matches!(refusal.cause, OutOfMemoryCause::Limit { .. }))
 }
 
-/// Returns the remainder of the limits that apply to a pool. A job may be refused at every other op, so the device counts its memory: the
+/// Returns the bytes that remain under the limits that apply to a pool. They are computed from the bytes that the device counts, because a
+/// job may be refused at every second op, and the allocator's statistics would examine all free blocks each time.
 /// allocator's statistics would look at all free blocks.
 fn bytes_left(allocator: &Allocator<NotingDevice>, pool: PoolId, pools: &[Cow<'_, PoolConfig>]) -> Option<u64> {
     let left = |limit: Option<u64>, reserved: u64| limit.map(|limit| limit.saturating_sub(reserved));
@@ -352,7 +356,7 @@ fn bytes_left(allocator: &Allocator<NotingDevice>, pool: PoolId, pools: &[Cow<'_
     of_pool.into_iter().chain(of_all).min()
 }
 
-/// Returns the heap in which an op may obtain memory, and the op's stream.
+/// Returns the heap in which an op may obtain memory, and the stream of the op.
 fn heap_of(op: &Op, pools: &[Cow<'_, PoolConfig>], groups: &Groups) -> Option<(HeapId, StreamId)> {
     match *op {
         Op::Allocate { pool, stream, .. } | Op::Reserve { pool, stream, .. } => {

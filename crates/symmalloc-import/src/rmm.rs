@@ -1,4 +1,4 @@
-//! RMM logs: converts the CSV of `rmm::mr::logging_resource_adaptor` to the ops of the logged program.
+//! RMM logs: converts the CSV that `rmm::mr::logging_resource_adaptor` writes to the ops of the logged program.
 //!
 //! ```text
 //! Thread,Time,Action,Pointer,Size,Stream
@@ -7,18 +7,18 @@
 //! 1979932,14:21:33.000001,allocate failure,(nil),1099511627776,0x2
 //! ```
 //!
-//! The first line names the columns, in any order; unneeded columns are ignored. Fields may be quoted, lines may end with CR LF, and blank
-//! lines are skipped. Pointers and streams are hexadecimal, with or without `0x`.
+//! The first line names the columns, which may be in any order. Unneeded columns are ignored. Fields may be quoted, lines may end with CR
+//! LF, and blank lines are skipped. Pointers and streams are hexadecimal, with or without `0x`.
 //!
-//! Streams are numbered by the first appearance of their handle. CUDA defines three handles: 0x0 and 0x1 are the legacy default stream, and
-//! 0x2 is the per-thread default stream, which the `Thread` column identifies. A free on another stream than the allocation's own is a use
-//! of that stream, followed by the free.
+//! Streams are numbered by the first appearance of their handle. CUDA defines three special handles: 0x0 and 0x1 are the legacy default
+//! stream, and 0x2 is the per-thread default stream, whose thread is in the `Thread` column. If an allocation is freed on a stream other
+//! than its own, this becomes a use by that stream, followed by the free.
 //!
-//! A log that begins late frees memory that it does not allocate. Since a free states size and stream, these allocations come first, in the
-//! order of their frees. A log does not name segments, so allocations have no recorded placement. Entries of several threads keep the order
-//! of the log.
+//! A log that begins late contains frees of allocations that it does not contain. A free states the size and the stream, so these
+//! allocations can be reconstructed. They come first, in the order of their frees. A log does not name segments, so allocations have no
+//! recorded placement. Entries of several threads keep the order of the log.
 //!
-//! The `csv` crate parses the log. RMM ends every line with a line break. A last line without one was therefore truncated, perhaps within a
+//! The `csv` crate parses the log. RMM ends every line with a line break. If the last line has none, it was truncated, perhaps within a
 //! number, and is rejected.
 
 use std::io::{self, BufRead, Read};
@@ -38,7 +38,7 @@ use crate::transcript::{Address, Allocated, Overflow, RawPool, RawStream, Refuse
 /// The required columns.
 const COLUMNS: [&str; 4] = ["Action", "Pointer", "Size", "Stream"];
 
-/// Returns `true` if text that starts like this is a log: its first line names most of the columns, in any order.
+/// Returns `true` if text with this beginning is a log: its first line names most of the columns, in any order.
 pub(crate) fn is_log(start: &[u8]) -> bool {
     let line = start.split(|byte| *byte == b'\n').next().unwrap_or(start);
     let name = |field: &[u8]| String::from_utf8_lossy(field).trim().trim_matches('"').to_owned();
@@ -46,7 +46,7 @@ pub(crate) fn is_log(start: &[u8]) -> bool {
     COLUMNS.iter().filter(|column| names.iter().any(|name| name == *column)).count() >= 3
 }
 
-/// Returns `true` if text that starts like this is RMM's debug log: spdlog's lines, such as
+/// Returns `true` if text with this beginning is RMM's debug log, which consists of spdlog's lines, such as
 /// `[104507][08:24:53:517285][error ] [A][Stream 0xe8ece8008210][Upstream 2139648B][FAILURE maximum pool size exceeded]`.
 pub(crate) fn is_debug_log(start: &[u8]) -> bool {
     let text = String::from_utf8_lossy(start);
@@ -63,7 +63,7 @@ pub(crate) fn read(source: impl BufRead, options: &ReadOptions) -> Result<Transc
     let mut reader = ReaderBuilder::new().flexible(true).from_reader(source);
     let columns = Columns::find(reader.headers().map_err(|error| explained(error, 1))?)?;
     let mut events = Events::new(options.memory_limit());
-    // The last line counts only once its line break has been seen.
+    // Holds each line back until it is known to have a line break, because the last line is valid only if it has one.
     let mut held: Option<(u64, StringRecord)> = None;
     let torn = loop {
         let mut record = StringRecord::new();
@@ -103,7 +103,7 @@ pub(crate) fn read(source: impl BufRead, options: &ReadOptions) -> Result<Transc
     Ok(transcript)
 }
 
-/// Converts an error of the CSV reader at about this line.
+/// Converts an error that the CSV reader returned near this line.
 fn explained(error: csv::Error, line: u64) -> RmmError {
     match error.into_kind() {
         ErrorKind::Io(source)
@@ -131,16 +131,17 @@ struct LogText<R> {
     ends_in_line: bool,
 }
 
-/// Blank lines that a log may have without any other line, and further ones for each other line.
+/// Number of blank lines that a log may have even without any other line. Each other line allows further ones
+/// (`BLANK_PER_LINE`).
 const BLANK_MAX: u64 = 1 << 20;
 const BLANK_PER_LINE: u64 = 16;
 
-/// Error of a log that consists of blank lines.
+/// Error: nearly all lines of the log are blank.
 #[derive(Debug, thiserror::Error)]
 #[error("nearly all lines are blank")]
 struct TooBlank;
 
-/// Error of a line that is longer than any in a log.
+/// Error: the line is longer than any line in a log.
 #[derive(Debug, thiserror::Error)]
 #[error("line {line} is too long")]
 struct TooLong {
@@ -206,7 +207,7 @@ impl Columns {
         })
     }
 
-    /// Adds the event of a line. Blank lines have none.
+    /// Adds the event of a line. A blank line has no event.
     fn read(&self, line: u64, fields: &StringRecord, events: &mut Events) -> Result<(), RmmError> {
         if fields.iter().all(|field| field.trim().is_empty()) && fields.len() == 1 {
             return Ok(());
@@ -236,9 +237,9 @@ impl Columns {
 /// The events of a log.
 struct Events {
     events: Vec<Event>,
-    /// Threads that use their default streams, numbered by first appearance. Looked up only.
+    /// Threads that use their default streams, numbered by first appearance. Never iterated.
     threads: HashMap<String, u128>,
-    /// Bytes of the threads' names.
+    /// Total bytes of the threads' names.
     name_bytes: usize,
     limit: MemoryLimit,
 }
@@ -248,12 +249,12 @@ impl Events {
         Events { events: Vec::new(), threads: HashMap::new(), name_bytes: 0, limit }
     }
 
-    /// Returns the stream of a handle in a thread.
+    /// Returns the stream that a handle denotes in a thread.
     fn stream(&mut self, handle: u64, thread: &str) -> RawStream {
         match handle {
-            // cudaStreamLegacy, another handle of the default stream.
+            // `cudaStreamLegacy`, a second handle of the default stream.
             1 => RawStream(0),
-            // cudaStreamPerThread.
+            // `cudaStreamPerThread`.
             2 => {
                 let next = (1 << 64) + self.threads.len() as u128;
                 let number = self.threads.get(thread).copied();
@@ -276,10 +277,11 @@ impl Events {
         Ok(())
     }
 
-    /// Converts the allocations live at the beginning of the log, then the log.
+    /// Converts first the allocations that are live at the beginning of the log, and then the log.
     fn into_transcript(self, options: &ReadOptions) -> Result<Transcript, RmmError> {
         let mut transcript = Transcript::new(options);
-        // Looked up only. Addresses already seen are known; a second free of one indicates a damaged log.
+        // Addresses that occurred so far. Only the first event of an address can reveal an allocation from before the
+        // log; a second free of the same address indicates a damaged log. Never iterated.
         let mut known: HashSet<Address> = HashSet::new();
         for event in self.events.iter().filter(|event| event.has_memory()) {
             if known.insert(event.address) && matches!(event.action, Action::Free) && event.size_bytes > 0 {
@@ -357,7 +359,7 @@ fn handle(text: &str) -> Option<u64> {
         "(nil)" => return Some(0),
         text => text.strip_prefix("0x").or(text.strip_prefix("0X")).unwrap_or(text),
     };
-    // The standard parser also accepts a sign.
+    // The standard parser would also accept a sign.
     digits.bytes().all(|digit| digit.is_ascii_hexdigit()).then(|| u64::from_str_radix(digits, 16).ok())?
 }
 

@@ -6,7 +6,8 @@
 //! frames        0: "model.py:17 forward"   1: "train.py:6 <module>" ..
 //! ```
 //!
-//! A job allocates in a few hundred places but 100,000s of times, so equal frames and equal stacks are stored once.
+//! A job allocates in a few hundred places, but hundreds of thousands of times. Equal frames and equal stacks are
+//! therefore stored once.
 
 use std::collections::HashMap;
 
@@ -17,7 +18,7 @@ use symmalloc_core::ids::AllocationId;
 pub struct Stacks {
     frames: Vec<Box<str>>,
     stacks: Vec<Stack>,
-    /// Index of each allocation's stack plus 1, by the allocation's id; 0 without a stack.
+    /// By allocation id: index of the allocation's stack plus 1, or 0 if it has no stack.
     of_allocations: Vec<u32>,
 }
 
@@ -25,26 +26,26 @@ pub struct Stacks {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Stack {
-    /// Indices into [`Stacks::frames`], innermost frame first: at most 256.
+    /// Indices into [`Stacks::frames`], innermost frame first. There are at most 256.
     pub frames: Box<[u32]>,
-    /// Number of omitted frames: those beyond the first 256, and those with a text of more than 4 KiB.
+    /// Number of omitted frames: those after the first 256, and those whose text is longer than 4 KiB.
     pub frames_omitted: u64,
 }
 
 impl Stacks {
-    /// Returns the distinct frames: `/home/me/job/model.py:17 forward`.
+    /// Returns the distinct frames as text, such as `/home/me/job/model.py:17 forward`.
     #[must_use]
     pub fn frames(&self) -> &[Box<str>] {
         &self.frames
     }
 
-    /// Returns the distinct stacks, in the order of the first allocation with each.
+    /// Returns the distinct stacks, in the order in which an allocation first has them.
     #[must_use]
     pub fn stacks(&self) -> &[Stack] {
         &self.stacks
     }
 
-    /// Returns the index of an allocation's stack in [`stacks`](Stacks::stacks); `None` without a stack.
+    /// Returns the index of an allocation's stack in [`stacks`](Stacks::stacks); `None` if the allocation has no stack.
     #[must_use]
     pub fn of(&self, allocation: AllocationId) -> Option<usize> {
         let stack = *self.of_allocations.get(allocation.index())?;
@@ -52,7 +53,7 @@ impl Stacks {
     }
 }
 
-/// Error of stacks that exceed the memory limit.
+/// Error: the stacks exceed the memory limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct TooLarge;
 
@@ -78,7 +79,7 @@ impl StacksBuilder {
         self.limit_bytes
     }
 
-    /// Returns the number of a frame.
+    /// Returns the number of a frame, which is new if no equal frame was added before.
     pub(crate) fn frame(&mut self, text: String) -> Result<u32, TooLarge> {
         if let Some(number) = self.frame_numbers.get(text.as_str()) {
             return Ok(*number);
@@ -90,7 +91,7 @@ impl StacksBuilder {
         Ok(number)
     }
 
-    /// Returns the number of a stack.
+    /// Returns the number of a stack, which is new if no equal stack was added before.
     pub(crate) fn stack(&mut self, frames: Vec<u32>, frames_omitted: u64) -> Result<u32, TooLarge> {
         let stack = Stack { frames: frames.into(), frames_omitted };
         if let Some(number) = self.stack_numbers.get(&stack) {
@@ -115,7 +116,8 @@ impl StacksBuilder {
         (!self.stacks.stacks.is_empty()).then_some(self.stacks)
     }
 
-    /// Counts bytes against the limit. Every entry is counted, so no table reaches 2^32 entries below 16 GiB.
+    /// Counts bytes against the limit. Every entry is counted, so no table can reach 2^32 entries unless the limit is
+    /// 16 GiB or more.
     fn hold(&mut self, bytes: usize) -> Result<(), TooLarge> {
         self.held_bytes += bytes as u64;
         let is_numbered = self.stacks.frames.len().max(self.stacks.stacks.len()) < u32::MAX as usize;

@@ -4,55 +4,55 @@ use crate::held_memory::HeldMemory;
 use std::collections::BTreeMap;
 use symmalloc_core::op::{Op, Record};
 
-/// Maximum number of unknown kinds whose names are kept.
+/// Maximum number of unknown kinds of entries whose names are kept.
 const UNKNOWN_KINDS_MAX: usize = 16;
 
 /// Counts over one recording. Every omitted part is counted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Summary {
-    /// The device whose trace was read (PyTorch snapshots).
+    /// The device whose trace was read (PyTorch snapshots only).
     pub device: Option<usize>,
-    /// Streams registered.
+    /// Number of streams registered.
     pub streams: u64,
-    /// Allocations.
+    /// Number of allocations.
     pub allocations: u64,
-    /// Allocations with a recorded placement.
+    /// Number of allocations with a recorded placement.
     pub placements: u64,
-    /// Frees, including supplied ones.
+    /// Number of frees, including those that the reader added ([`frees_supplied`](Self::frees_supplied)).
     pub frees: u64,
-    /// Uses by a stream other than the allocation's own.
+    /// Number of uses by a stream other than the allocation's own.
     pub record_uses: u64,
-    /// Frees that are missing in the recording but must have happened, because the same address was allocated again. The records contain
-    /// them, directly before that allocation.
+    /// Number of frees that are missing in the recording but must have happened, because the same address was allocated again. The reader
+    /// adds these frees to the records, each directly before the second allocation.
     pub frees_supplied: u64,
-    /// Omitted frees of addresses whose allocation is not in the recording (RMM logs).
+    /// Number of omitted frees whose allocation is not in the recording (RMM logs).
     pub frees_of_unknown: u64,
-    /// Omitted uses of addresses whose allocation is not in the recording (exported snapshots).
+    /// Number of omitted uses whose allocation is not in the recording (exported snapshots).
     pub uses_of_unknown: u64,
-    /// Allocations live at the beginning of the recording, because it started late or its beginning was overwritten (`max_entries`). They
-    /// are the first records.
+    /// Number of allocations that are live at the beginning of the recording, because it started late or its beginning was overwritten
+    /// (`max_entries`). They are the first records.
     pub lived_before: u64,
     /// Bytes of these allocations.
     pub lived_before_bytes: u64,
-    /// `true` if the recording lost its oldest entries, because it had more than it keeps (`max_entries`). Only newer PyTorch snapshots have
-    /// a mark for it.
+    /// `true` if the recording lost its oldest entries, because there were more than it can keep (`max_entries`). Only newer PyTorch
+    /// snapshots state this.
     pub is_overwritten: bool,
     /// Peak of the device memory that the recorded allocator held, in bytes, if the recording states it (PyTorch snapshots).
     pub recorded_reserved_bytes_peak: Option<u64>,
-    /// Requests that the recorded allocator refused. Each is a [`Refuse`](Op::Refuse) record.
+    /// Number of requests that the recorded allocator refused. Each is a [`Refuse`](Op::Refuse) record.
     pub failed_allocations: u64,
-    /// The memory that the allocator held at the end, if the recording shows this state and no history (PyTorch snapshots).
+    /// The memory that the allocator held at the end, if the recording shows only this state and no history (PyTorch snapshots).
     pub state_only: Option<HeldMemory>,
-    /// Omitted allocations and frees of zero bytes (the null pointer).
+    /// Number of omitted allocations and frees of zero bytes (the null pointer).
     pub empty_allocations: u64,
-    /// Omitted marks of a snapshot being taken.
+    /// Number of omitted marks that show when a snapshot was taken.
     pub snapshot_marks: u64,
-    /// Omitted entries of a kind that this version does not support.
+    /// Number of omitted entries of a kind that this version does not support.
     pub unknown_actions: u64,
-    /// The first 16 of these kinds in alphabetical order, with the number of entries of each.
+    /// The first 16 of these kinds in alphabetical order, each with its number of entries.
     pub unknown_kinds: BTreeMap<String, u64>,
-    /// Line at which the text is truncated, if [`accept_torn`](crate::ReadOptions::accept_torn) was set.
+    /// Line at which the text is truncated. Only with [`accept_torn`](crate::ReadOptions::accept_torn).
     pub torn_at_line: Option<u64>,
 }
 

@@ -1,4 +1,4 @@
-//! Trace files of running allocators: the [`Sink`] for production.
+//! Trace files of running allocators: a [`Sink`] for production.
 //!
 //! ```text
 //!   threads of the program                     a separate thread per file
@@ -6,15 +6,15 @@
 //!                       at most a bound                    flushed once a second, and at the end
 //! ```
 //!
-//! An op costs the program one push. A separate thread per file does the rest: it takes the pending records when a chunk is full, and at
-//! least once a second. If the disk is slower than the program, records wait; once
-//! [`pending_records_max`](TraceFileOptions::pending_records_max) of them are waiting, the program waits too. No record is ever dropped.
+//! An op costs the program one push. A separate thread per file does the rest. It takes the pending records when a chunk is full, and at
+//! least once a second. If the disk is slower than the program, records wait. Once
+//! [`pending_records_max`](TraceFileOptions::pending_records_max) records are waiting, the program waits too. No record is ever dropped.
 //!
-//! The trace of a killed program is readable up to the last flush ([`ReadOptions::accept_torn`](crate::ReadOptions::accept_torn)). Flushed
-//! data is in the hands of the operating system: it survives the end of the process, but not necessarily a crash of the machine.
+//! If the program is killed, its trace is readable up to the last flush ([`ReadOptions::accept_torn`](crate::ReadOptions::accept_torn)). A
+//! flush passes the data to the operating system: the data survives the end of the process, but not necessarily a crash of the machine.
 //!
-//! A forked child has no such thread and does not own the file. There, the next full chunk ends the recording with
-//! [`TraceFileError::Forked`], and nothing is written.
+//! A forked child does not have this thread and does not own the file. In the child, the next full chunk ends the
+//! recording with [`TraceFileError::Forked`], and nothing is written.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -33,17 +33,18 @@ use symmalloc_trace::{TraceWriteError, TraceWriter};
 
 use crate::compression::Compressor;
 
-/// Minimum number of records for which the thread is woken.
+/// Number of pending records at which the thread is woken.
 const CHUNK_RECORDS: usize = 4096;
 
 /// Options for writing a trace file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TraceFileOptions {
-    /// Maximum number of records that wait to be written, at 80 bytes each plus their names. The writing thread may hold as many again. If
-    /// there are more, the program waits.
+    /// Maximum number of records that wait to be written. If there are more, the program waits. Each record takes 80 bytes plus its name.
+    /// The writing thread may hold as many again.
     pub pending_records_max: usize,
-    /// Maximum age of records that a crash can lose: older ones have been flushed. At least a millisecond.
+    /// Maximum age of the records that a crash of the process can lose, because older records have been flushed. The
+    /// minimum is one millisecond.
     pub flush_interval: Duration,
 }
 
@@ -77,7 +78,7 @@ pub enum TraceFileError {
         /// Error of the operating system.
         source: io::Error,
     },
-    /// Writing failed: the disk may be full. Data flushed earlier is readable.
+    /// Writing failed; for example, the disk may be full. Data that was flushed earlier is readable.
     #[error("{}: cannot be written; read the part written so far as a torn trace: {source}", path.display())]
     Write {
         /// The file.
@@ -85,18 +86,18 @@ pub enum TraceFileError {
         /// The cause.
         source: TraceWriteError,
     },
-    /// The writing thread has exited. Data flushed earlier is readable.
+    /// The writing thread has exited. Data that was flushed earlier is readable.
     #[error("{}: the thread that writes it has exited; read the part written so far as a torn trace", path.display())]
     Gone {
         /// The file.
         path: PathBuf,
     },
-    /// This process was forked from the recording one, which owns the file.
+    /// This process was forked from the process that records, which owns the file.
     #[error("{}: belongs to process {owner}, from which this one was forked", path.display())]
     Forked {
         /// The file.
         path: PathBuf,
-        /// The recording process.
+        /// The id of the recording process.
         owner: u32,
     },
 }
@@ -104,7 +105,7 @@ pub enum TraceFileError {
 /// A trace file being written. Pass it to [`Allocator::start_recording`](symmalloc_core::Allocator::start_recording).
 ///
 /// A separate thread writes the file. No record is ever dropped: if the disk is slower than the program, the program waits. The
-/// [module documentation](self) describes when records reach the disk, and files of programs that are killed.
+/// [module documentation](self) describes when records reach the disk, and what remains if the program is killed.
 ///
 /// # Examples
 /// ```
@@ -143,7 +144,7 @@ enum FileState {
 struct Writing {
     shared: Arc<SharedRecords>,
     thread: JoinHandle<Result<(), TraceWriteError>>,
-    /// Process that contains the thread.
+    /// The id of the process that contains the thread.
     owner: u32,
 }
 
@@ -152,20 +153,21 @@ struct SharedRecords {
     pending: Mutex<PendingRecords>,
     /// Signals a full chunk, or the end of the recording.
     news: Condvar,
-    /// Signals that records were taken.
+    /// Signals that the thread has taken records.
     room: Condvar,
-    /// Minimum number of records for which the thread is woken.
+    /// Number of pending records at which the thread is woken.
     chunk_records: usize,
 }
 
 #[derive(Debug)]
 struct PendingRecords {
     records: Vec<Record>,
-    /// Number of records at which the program acts: a full chunk, or 0 once the thread has exited.
+    /// Number of records at which the program next wakes the thread. It is 0 once the thread has exited, so that the
+    /// program notices.
     wake_at: usize,
     /// `true` once the recording has ended.
     is_over: bool,
-    /// `true` once the thread has exited, so that nobody takes records anymore.
+    /// `true` once the thread has exited, so that no one takes records anymore.
     is_abandoned: bool,
 }
 
@@ -184,8 +186,8 @@ impl SharedRecords {
         }
     }
 
-    /// Takes all pending records, once there is a chunk of them, the recording has ended, or `patience` has passed. Returns `true` if the
-    /// recording has ended.
+    /// Waits until there is a chunk of pending records, the recording has ended, or `patience` has passed. Then takes all pending records.
+    /// Returns `true` if the recording has ended.
     fn take(&self, records: &mut Vec<Record>, patience: Duration) -> bool {
         let is_to_wait = |pending: &mut PendingRecords| pending.records.len() < self.chunk_records && !pending.is_over;
         let waited = self.news.wait_timeout_while(self.lock(), patience, is_to_wait);
@@ -202,8 +204,7 @@ impl SharedRecords {
 }
 
 impl Writing {
-    /// Adds a record. Returns `true` if it is time to hand the records over, and `None` in another process, where the lock may be
-    /// unavailable.
+    /// Adds a record. Returns `true` if it is time to hand the records over. Returns `None` if the lock is unavailable in a forked process.
     #[inline]
     fn push(&self, record: Record) -> Option<bool> {
         let Ok(mut pending) = self.shared.pending.try_lock() else { return self.push_later(record) };
@@ -211,10 +212,10 @@ impl Writing {
         Some(pending.records.len() >= pending.wake_at)
     }
 
-    /// Slow path of [`push`](Self::push), if the lock is contended.
+    /// Slow path of [`push`](Self::push) for a contended lock.
     #[cold]
     fn push_later(&self, record: Record) -> Option<bool> {
-        // In a forked child the lock may stay locked indefinitely.
+        // In a forked child, the lock may stay locked indefinitely.
         if process::id() != self.owner {
             return None;
         }
@@ -225,10 +226,11 @@ impl Writing {
 }
 
 impl TraceFile {
-    /// Creates a file, or opens an existing one to replace it. The extension selects the compression: zstd (`.zst`), gzip (`.gz`), or none.
+    /// Creates a file, or opens an existing file to replace its contents. The extension selects the compression: zstd (`.zst`), gzip
+    /// (`.gz`), or none.
     ///
-    /// The previous contents are lost only when the recording begins. A rejected recording therefore leaves the file intact, for example if
-    /// another recording is writing it.
+    /// The previous contents are lost only when the recording begins. If a recording is rejected, for example because another recording is
+    /// writing the file, the file therefore stays intact.
     ///
     /// # Errors
     /// Returns an error if the file cannot be created.
@@ -273,7 +275,7 @@ impl TraceFile {
         }
     }
 
-    /// Completes the file. Does nothing without a thread.
+    /// Completes the file. Does nothing if no thread is writing it.
     fn close(&mut self) -> Result<(), TraceFileError> {
         let FileState::Writing(Writing { shared, thread, owner }) = mem::replace(&mut self.state, FileState::Done)
         else {
@@ -281,7 +283,7 @@ impl TraceFile {
         };
         let path = self.path.clone();
         if process::id() != owner {
-            // The thread belongs to the other process, as do locks that it held during the fork.
+            // The thread belongs to the parent process, and so do the locks that the thread held during the fork.
             mem::forget((shared, thread));
             return Err(TraceFileError::Forked { path, owner });
         }
@@ -331,13 +333,13 @@ impl Sink for TraceFile {
 }
 
 impl Drop for TraceFile {
-    /// Completes the file in the process that owns it. Errors are ignored, because nobody can receive them.
+    /// Completes the file, if this process owns it. Errors are ignored, because no one can receive them.
     fn drop(&mut self) {
         let _error = self.close();
     }
 }
 
-/// Truncates the file. Pipes and devices are left as they are.
+/// Truncates the file, unless it is a pipe or a device.
 fn emptied(file: File) -> io::Result<File> {
     if file.metadata()?.is_file() {
         file.set_len(0)?;
@@ -345,7 +347,7 @@ fn emptied(file: File) -> io::Result<File> {
     Ok(file)
 }
 
-/// A guard that notifies the program when the thread exits for any reason.
+/// A guard that notifies the program when the thread exits, for any reason.
 struct Leave<'a>(&'a SharedRecords);
 
 impl Drop for Leave<'_> {

@@ -7,9 +7,9 @@
 //! | `%p` | the process id |
 //! | `%%` | a percent sign |
 
-/// Properties that distinguish the trace files of a job. If the pattern omits a property, a part is inserted before the file's suffix:
-/// `.rankN` in a job of several ranks, `.deviceN` from the second device on, `.processN` from the second process on. No two traces share a
-/// file.
+/// Properties that distinguish the trace files of a job. If the pattern omits a property that is needed, a part is inserted before the
+/// file's suffix: `.rankN` in a job of several ranks, `.deviceN` from the second device on, `.processN` from the second process on. No two
+/// traces share a file.
 ///
 /// # Examples
 /// ```
@@ -21,7 +21,7 @@
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TraceNaming {
-    /// Rank within the job.
+    /// The rank of the process within the job.
     pub rank: u64,
     /// Number of ranks in the job.
     pub ranks: u64,
@@ -29,14 +29,14 @@ pub struct TraceNaming {
     pub device: usize,
     /// `true` for the first device of the process that writes a trace.
     pub is_first_device: bool,
-    /// Process id.
+    /// The id of the process.
     pub process: u32,
     /// `true` for the first process of its rank that writes a trace.
     pub is_first_process: bool,
 }
 
 impl TraceNaming {
-    /// Returns the file name for a pattern.
+    /// Returns the file name for a pattern, with the placeholders replaced and the missing parts inserted.
     pub fn path_of(&self, pattern: &str) -> String {
         let mut path = String::new();
         let (mut has_rank, mut has_device, mut has_process) =

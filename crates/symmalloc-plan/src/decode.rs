@@ -1,6 +1,8 @@
-//! Decoding of an order into offsets: rectangles are placed one by one, each in a gap among those before it.
+//! Decodes an order into offsets: places the rectangles one by one, each in a gap between those that are already
+//! placed.
 //!
-//! Two structures find the rectangles that overlap one in time, so that no pairs are stored:
+//! Two structures find the rectangles that overlap a given rectangle in time, so that overlapping pairs need not be
+//! stored:
 //!
 //! ```text
 //!            lower          upper
@@ -9,31 +11,32 @@
 //!  b           │    ────────  │           is born in (lower, upper): a bit for each birth of a placed rectangle
 //! ```
 //!
-//! A rectangle that lives into the next step has two intervals and therefore two births. Both are looked up.
+//! A rectangle that lives into the next step has two intervals and therefore two births. The search looks up both.
 //!
-//! The gaps between these rectangles are scanned from below. [`Fit::Best`] takes the smallest gap that is large enough,
-//! [`Fit::Lowest`] the lowest. Examining one placed rectangle costs one unit of work, and so does examining 32 words of bits or
-//! 32 births in the tree.
+//! Once it knows these rectangles, the search scans the gaps between them from below. [`Fit::Best`] takes the smallest
+//! gap that is large enough, [`Fit::Lowest`] the lowest. One unit of work pays for examining one placed rectangle, 32
+//! words of bits, or 32 births in the tree.
 
 use crate::problem::Problem;
 
 /// The choice of a gap for a rectangle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fit {
-    /// The smallest gap that is large enough. Of several, the lowest.
+    /// The smallest gap that is large enough; the lowest one if several are equally small.
     Best,
     /// The lowest gap that is large enough.
     Lowest,
 }
 
-/// The state shared by all orders of one problem. Items are its rectangles, numbered by beginning, then by index in the
-/// problem. Births are the beginnings of their intervals, in order of time.
+/// The state shared by all orders of one problem. The problem's rectangles are called items here. They are numbered by
+/// beginning, then by index in the problem. A birth is the beginning of an interval; births are numbered in order of
+/// time.
 pub(crate) struct Decoder {
     /// By item: index of the rectangle in the problem.
     place: Vec<u32>,
     /// By item: size.
     size: Vec<u64>,
-    /// By item: births of its intervals. Both are equal if it has one interval.
+    /// By item: births of its intervals. If the item has one interval, both entries are equal.
     births: Vec<[u32; 2]>,
     /// By birth: its item.
     item: Vec<u32>,
@@ -41,11 +44,11 @@ pub(crate) struct Decoder {
     end: Vec<u32>,
     /// Number of leaves of the segment tree; a power of two.
     leaves: usize,
-    /// By node of the segment tree: births of the intervals that cover it and not all of its parent.
+    /// By node of the segment tree: births of the intervals that cover the node but not all of its parent.
     covers: Vec<Vec<u32>>,
 }
 
-/// Offsets by item, and the height that the items reach.
+/// Offsets by item, and the resulting height.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Decoded {
     pub(crate) offsets: Vec<u64>,
@@ -117,7 +120,7 @@ impl Decoder {
         std::iter::once(first).chain((first != last).then_some(last))
     }
 
-    /// Places the items in this order. Returns `None` if an item would reach above `limit` or the budget runs out.
+    /// Places the items in this order. Returns `None` if an item would extend above `limit` or the budget runs out.
     pub(crate) fn decode(&self, order: &[u32], fit: Fit, limit: u64, budget: &mut u64) -> Option<Decoded> {
         let mut placement = Placement::empty(self);
         order.iter().all(|item| placement.place(*item, fit, limit, budget)).then(|| placement.into_decoded())
@@ -139,13 +142,14 @@ impl Decoder {
         }
     }
 
-    /// Calls `call` with the births of all intervals that contain this birth, its own included.
+    /// Calls `call` with the births of all intervals that contain this birth, including its own.
     fn for_each_at(&self, birth: u32, call: impl FnMut(u32)) {
         let nodes = std::iter::successors(Some(self.leaves + birth as usize), |node| (*node > 1).then_some(node / 2));
         nodes.flat_map(|node| &self.covers[node]).copied().for_each(call);
     }
 
-    /// Calls `call` with each item that lives between the births `from` and `to`. An item may occur several times.
+    /// Calls `call` with each item that lives between the births `from` and `to`. The same item may occur several
+    /// times.
     pub(crate) fn for_each_within(&self, from: u32, to: u32, mut call: impl FnMut(u32)) {
         self.for_each_at(from, |birth| call(self.item[birth as usize]));
         self.item[from as usize + 1..to as usize].iter().copied().for_each(call);
@@ -209,7 +213,7 @@ pub(crate) struct Placement<'a> {
     offsets: Vec<u64>,
     /// A bit for each birth of a placed item.
     born: Vec<u64>,
-    /// The ranges of offsets taken in the lifetime of an item. Kept to reuse its memory.
+    /// The ranges of offsets that are taken during the lifetime of an item. Kept to reuse their memory.
     taken: Vec<(u64, u64)>,
 }
 
@@ -249,7 +253,7 @@ impl<'a> Placement<'a> {
         births.for_each(|birth| self.born[birth as usize / 64] &= !(1 << (birth % 64)));
     }
 
-    /// Places an item that is not placed. Returns `false` if it would reach above `limit` or the budget runs out.
+    /// Places an item that is not placed yet. Returns `false` if it would extend above `limit` or the budget runs out.
     pub(crate) fn place(&mut self, item: u32, fit: Fit, limit: u64, budget: &mut u64) -> bool {
         let Placement { decoder, offsets, born, taken } = self;
         taken.clear();
@@ -307,7 +311,7 @@ fn for_each_bit(words: &[u64], from: u32, to: u32, mut call: impl FnMut(u32)) {
     }
 }
 
-/// Returns the offset for `size` among the taken ranges, each given by its start and end.
+/// Returns an offset for `size` in a gap between the taken ranges, each of which is given by its start and end.
 fn free_place(taken: &mut [(u64, u64)], size: u64, fit: Fit) -> u64 {
     taken.sort_unstable();
     let (mut top, mut best) = (0, None);

@@ -1,9 +1,9 @@
 //! Exact search: finds a placement within a given height, or proves that there is none.
 //!
-//! In every placement, rectangles can be lowered until each lies on the bottom or on another one. The result can be
-//! built from below: rectangle by rectangle, none lower than the one before it, and each as low as the earlier ones
-//! allow. The search explores these sequences depth first. Rectangles of equal offset are tried in one order, the
-//! preference, so that no placement is visited twice.
+//! In every placement, rectangles can be lowered until each of them lies on the bottom or on another rectangle. The
+//! lowered placement can be built from below, one rectangle at a time. No rectangle is lower than the previous one, and
+//! each is as low as the earlier ones allow. The search explores these sequences depth first. Rectangles with equal
+//! offsets are tried in one fixed order, called the preference, so that no placement is visited twice.
 //!
 //! ```text
 //!  capacity ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─
@@ -15,34 +15,36 @@
 //!              sections of time
 //! ```
 //!
-//! It backtracks as early as possible:
-//! - **Room.** In each section the unplaced rectangles must fit below the capacity: from any height up, there must be
-//!   room for all rectangles that cannot begin below it. None can begin below the last placed one.
-//! - **Waste.** No rectangle is placed so high that another unplaced one would fit below it. The search tries that one
-//!   first.
-//! - **Twins.** Of rectangles with equal size and sections, only the first is tried.
-//! - **Nothing above.** A rectangle that overlaps no unplaced one blocks nothing. If the search fails with it, it also
-//!   fails without it.
-//! - **Parts.** If no unplaced rectangle spans two adjacent sections, the times before and after are solved separately.
-//!   The part with the fewest rectangles comes first. If one part has no solution, the placement before the cut was
-//!   wrong, and no other solution of the finished parts is tried.
+//! The search backtracks as early as possible:
+//! - **Room.** In each section, the unplaced rectangles must fit below the capacity: above any height, there must be
+//!   room for all rectangles that cannot begin below that height. No unplaced rectangle can begin below the last placed
+//!   one.
+//! - **Waste.** No rectangle is placed so high that another unplaced one would fit below it. The search tries the lower
+//!   one first.
+//! - **Twins.** If several rectangles have equal size and sections, only the first is tried.
+//! - **Nothing above.** A rectangle that overlaps no unplaced one blocks nothing. If the search fails after placing it,
+//!   the search would also fail without it.
+//! - **Parts.** If no unplaced rectangle spans two adjacent sections, the times before and after their boundary are
+//!   solved separately. The part with the fewest rectangles comes first. If one part has no solution, the placement
+//!   before the cut was wrong, so the search tries no other solutions of the finished parts.
 //!
-//! The ideas come from MiniMalloc (Moffitt, ASPLOS 2023). The preference changes the duration of a search by orders of
-//! magnitude and unpredictably, so the caller tries many, and each attempt counts its [failures](Failures) for the next
-//! ones. Overlapping pairs and lists of unplaced rectangles take O(n²) memory in the worst case, about 150 MiB.
+//! The ideas come from MiniMalloc (Moffitt, ASPLOS 2023). The preference changes the duration of a search unpredictably
+//! and by orders of magnitude. The caller therefore tries many preferences, and each attempt counts its
+//! [failures](Failures) for the attempts after it. In the worst case, the overlapping pairs and the lists of unplaced
+//! rectangles take O(n²) memory, about 150 MiB.
 
 use crate::problem::Problem;
 use crate::sections::{Run, Sections};
 use std::cmp::Reverse;
 
-/// Maximum number of rectangles. The time per unit of work and the memory grow with them.
+/// Maximum number of rectangles, because the time per unit of work and the memory grow with their number.
 pub(crate) const RECTANGLES_MAX: usize = 4096;
 
-/// Number of rectangles, or of runs of few sections, examined per unit of work.
+/// Number of rectangles, or of runs that span few sections, examined per unit of work.
 const LOOKS_PER_UNIT: u64 = 8;
 
-/// The order in which rectangles are tried at the same offset. The first few orders are sorted by fixed criteria. Each of the
-/// others combines past failures with pseudorandom lengths of sections or lifetimes.
+/// The order in which rectangles are tried at the same offset. The first few preferences sort by fixed criteria. All
+/// later ones combine past failures with pseudorandom lengths of sections or lifetimes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Preference(pub(crate) u32);
 
@@ -77,17 +79,17 @@ pub(crate) struct ExactSearch {
     is_placed: Vec<bool>,
     /// By section: sum of the unplaced sizes.
     unplaced: Vec<u64>,
-    /// By section: number of unplaced rectangles that span its end.
+    /// By section: number of unplaced rectangles that span the section's end.
     bridges: Vec<u32>,
     /// Undo log of changes.
     changes: Vec<Change>,
     /// The nodes from the root to the current one.
     nodes: Vec<Node>,
-    /// Rectangles of the parts of all nodes.
+    /// The rectangles of the parts of all nodes.
     lists: Vec<Ranked>,
-    /// Candidates of all nodes.
+    /// The candidates of all nodes.
     candidates: Vec<Candidate>,
-    /// Parts of all nodes that must still be solved under their current placement.
+    /// The parts of all nodes that must still be solved under their current placement.
     parts: Vec<Part>,
     failures: Failures,
     /// By section: sum of sizes. Scratch space of the room check.
@@ -103,7 +105,7 @@ struct Ranked {
     rank: u32,
 }
 
-/// A rectangle that may come next. Candidates are tried from the lowest offset.
+/// A rectangle that may be placed next. Candidates are tried in ascending order of offset.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Candidate {
     offset: u64,
@@ -122,7 +124,7 @@ struct Part {
     sections: Run,
     /// Range in `lists`, sorted by rank.
     list: Run,
-    /// Lower bound on the offset and rank of the next rectangle.
+    /// Lower bound on the offset and rank of the next rectangle of the part.
     least: (u64, u32),
 }
 
@@ -137,7 +139,7 @@ struct Node {
     parts_end: usize,
     /// Length of `changes` before the candidate was placed.
     changes_end: usize,
-    /// `true` if a rectangle that blocks no other was tried.
+    /// `true` if a rectangle that blocks no other rectangle was tried.
     is_last: bool,
 }
 
@@ -176,7 +178,7 @@ impl ExactSearch {
         }
     }
 
-    /// Searches for a placement that reaches no higher than the capacity.
+    /// Searches for a placement whose height is at most the capacity.
     pub(crate) fn place_below(&mut self, capacity: u64, preference: Preference, budget: &mut u64) -> Verdict {
         if self.unplaced.iter().any(|sum| *sum > capacity) {
             return Verdict::Impossible;
@@ -195,7 +197,7 @@ impl ExactSearch {
         verdict
     }
 
-    /// Creates the root node. It has no candidates; its parts are the separate time ranges that no rectangle connects.
+    /// Creates the root node. It has no candidates. Its parts are the time ranges that no rectangle connects.
     fn begin_root(&mut self) {
         let sections = 0..self.sections.count();
         let part = Part { sections: sections.clone(), list: 0..0, least: (0, 0) };
@@ -213,8 +215,8 @@ impl ExactSearch {
     }
 
     fn run(&mut self) -> Verdict {
-        // A node continues with its next part as long as the earlier ones were solved, otherwise with its next
-        // candidate.
+        // A node continues with its next part as long as the earlier parts were solved. Otherwise it continues with its
+        // next candidate.
         let mut is_solved = true;
         while let Some(node) = self.nodes.last() {
             if is_solved {
@@ -240,7 +242,7 @@ impl ExactSearch {
         if is_solved { Verdict::Placed(self.low.clone()) } else { Verdict::Impossible }
     }
 
-    /// Collects the candidates that may come first in a part.
+    /// Collects the candidates that may be placed first in a part.
     fn begin(&mut self, part: Part) {
         self.spend(part.list.len());
         let list = &self.lists[part.list.clone()];
@@ -265,7 +267,7 @@ impl ExactSearch {
         });
     }
 
-    /// Removes the last node. Its rectangle stays placed.
+    /// Removes the last node, but leaves its rectangle placed.
     fn leave(&mut self) {
         let node = self.nodes.pop().expect("a node");
         self.lists.truncate(node.lists_end);
@@ -365,8 +367,8 @@ impl ExactSearch {
         }
     }
 
-    /// Returns `true` if the unplaced rectangles of each section fit below the capacity, from each of their lowest offsets
-    /// up. `offset` is the offset of the last placed rectangle.
+    /// Returns `true` if the unplaced rectangles of each section fit below the capacity, above each of their lowest
+    /// offsets. `offset` is the offset of the last placed rectangle.
     fn has_room(&mut self, list: Run, sections: Run, offset: u64) -> bool {
         self.sums[sections.clone()].fill(0);
         self.by_low.clear();
@@ -391,8 +393,8 @@ impl ExactSearch {
         full.inspect(|section| self.failures.add(*section)).is_none()
     }
 
-    /// Adds a part for each time range that no unplaced rectangle connects to another. `ends` are the sections at which
-    /// a part may end.
+    /// Adds a part for each time range that no unplaced rectangle connects to another range. `ends` are the sections at
+    /// which a part may end.
     fn cut(&mut self, rectangles: &[u32], sections: Run, ends: Run, offset: u64) {
         let begin = self.parts.len();
         let cuts = ends.filter(|section| self.bridges[*section] == 0).map(|section| section + 1);
@@ -409,11 +411,11 @@ impl ExactSearch {
             }
             from = to;
         }
-        // The last part is taken first.
+        // The last part in the list is solved first.
         self.parts[begin..].sort_by_key(|part| Reverse(part.list.len()));
     }
 
-    /// Returns the sort key of a rectangle; the least key comes first.
+    /// Returns the sort key of a rectangle. The rectangle with the least key comes first.
     fn key(&self, rectangle: u32) -> Reverse<[u128; 3]> {
         let Preference(number) = self.preference;
         Reverse(match number.checked_sub(Preference::FIXED) {
@@ -439,8 +441,8 @@ impl ExactSearch {
         }
     }
 
-    /// Returns a key by the rectangle's most difficult section, then by lifetime. There are four measures of difficulty and
-    /// two of the lifetime.
+    /// Returns a key that sorts by the rectangle's most difficult section, then by its lifetime. There are four
+    /// measures of difficulty and two of lifetime.
     fn varied_key(&self, number: u32, rectangle: u32) -> [u128; 3] {
         let seed = u64::from(number / 8) << 32;
         let difficulty = |section: usize| {
@@ -473,7 +475,7 @@ impl ExactSearch {
     }
 }
 
-/// Returns a pseudorandom number for each number (SplitMix64).
+/// Maps a number to a pseudorandom one (SplitMix64).
 fn scrambled(number: u64) -> u64 {
     let mut bits = number.wrapping_add(0x9e37_79b9_7f4a_7c15);
     bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -489,11 +491,11 @@ fn inner(run: Run) -> Run {
 /// The weight of a section without failures.
 const UNIT: u64 = 1024;
 
-/// Sections in which the search failed: a weight for each, which past failures raise.
+/// Weights of the sections. A section's weight rises when the search fails there.
 ///
-/// A search that places rectangles of a difficult section late explores all placements of the others before it
-/// discovers that the section cannot be filled. Attempts that begin with the sections of past failures avoid this. The
-/// idea is known from constraint solvers as weighted degrees (Boussemart et al., ECAI 2004).
+/// If a search places the rectangles of a difficult section late, it explores all placements of the other rectangles
+/// before it discovers that the section cannot be filled. Attempts that begin with the sections of past failures avoid
+/// this. Constraint solvers use the same idea under the name weighted degrees (Boussemart et al., ECAI 2004).
 struct Failures {
     weights: Vec<u64>,
 }
@@ -503,18 +505,18 @@ impl Failures {
         Failures { weights: vec![UNIT; sections] }
     }
 
-    /// Returns the weight of a section: at least 1024.
+    /// Returns the weight of a section, which is at least 1024.
     fn weight(&self, section: usize) -> u64 {
         self.weights[section]
     }
 
-    /// Adds a failure of a section whose rectangles do not fit.
+    /// Counts a failure in a section whose rectangles do not fit.
     fn add(&mut self, section: usize) {
         self.weights[section] += UNIT;
     }
 
-    /// Adds a failure of a rectangle that does not fit in its sections. It counts less, because only one of them is to
-    /// blame.
+    /// Counts a failure of a rectangle that does not fit in its sections. Each section's weight rises less, because
+    /// only one of them is to blame.
     fn add_run(&mut self, run: Run) {
         self.weights[run].iter_mut().for_each(|weight| *weight += UNIT / 10);
     }

@@ -1,4 +1,4 @@
-//! Step learning: a step that makes the same requests twice is worth a plan.
+//! Step learning: computes the lifetimes to plan after a step has made the same requests twice.
 //!
 //! ```text
 //!  step k      a a f a f ...        logged: each request, and the allocation before which it is freed
@@ -6,9 +6,10 @@
 //!                     └──► equal requests: the longer lifetime counts
 //! ```
 //!
-//! An allocation that one step leaves live and the next step frees is *carried* if both steps have the same key and
-//! follow each other directly. Its lifetime extends into the next step. An allocation that lives longer is not part of
-//! the step and is placed by best fit. All of this follows from the ops.
+//! An allocation that one step leaves live and the next step frees is *carried*, if both steps have the same key and no
+//! other step comes between them. Its lifetime extends into the next step. An allocation that lives longer than that is
+//! not part of the plan and is placed by best fit. Learning depends only on the ops, so ranks that run the same ops
+//! learn the same plans.
 
 use std::collections::BTreeMap;
 
@@ -25,24 +26,24 @@ pub type Lived<R> = (R, Option<u32>);
 /// A logged, live allocation.
 #[derive(Clone, Copy, Debug)]
 struct Logged {
-    /// `true` if it belongs to the open step, or to the last step if none is open; `false` if it belongs to the step
-    /// before.
+    /// `true` if the allocation belongs to the open step, or to the last step if none is open; `false` if it belongs to
+    /// the step before.
     is_newest: bool,
     number: u32,
 }
 
-/// The remembered steps of one heap. `R` is the type of a request. Live allocations are identified by numbers that are
-/// unique among them.
+/// The remembered steps of one heap. `R` is the type of a request. Each live allocation is identified by a number that
+/// no other live allocation has.
 #[derive(Debug)]
 pub struct StepLearner<R> {
     /// The last step of each key, excluding the newest one.
     steps: BTreeMap<u64, Vec<Lived<R>>>,
-    /// The step that is being logged, or was logged last.
+    /// The step that is being logged, or that was logged last.
     newest: Vec<Lived<R>>,
     newest_key: u64,
-    /// The key of the step before the newest one, if that step is remembered and has the same key as the newest.
+    /// The key of the step before the newest one, if that step is remembered and both steps have the same key.
     before: Option<u64>,
-    /// Live allocations logged in these two steps.
+    /// Live allocations logged in the newest step and the step before.
     live: BTreeMap<u32, Logged>,
     is_too_long: bool,
 }
@@ -66,10 +67,10 @@ impl<R: Copy + Eq> StepLearner<R> {
         self.steps.is_empty() && self.newest.is_empty()
     }
 
-    /// Begins to log a step. Steps with the same key may be equal.
+    /// Begins to log a step. `key` identifies the kind of step: only steps with the same key are compared.
     pub fn begin(&mut self, key: u64) {
         self.file();
-        // An allocation freed by a step of another key lives too long to be planned.
+        // If a step with a different key frees an allocation, the allocation lives too long to be planned.
         self.before = self.before.filter(|before| *before == key);
         (self.newest_key, self.is_too_long) = (key, false);
     }
@@ -101,19 +102,20 @@ impl<R: Copy + Eq> StepLearner<R> {
         }
     }
 
-    /// Logs a free, in a step or between two. The allocation need not have been logged.
+    /// Logs a free, in a step or between two steps. Frees of allocations that were not logged are ignored.
     pub fn note_free(&mut self, allocation: u32) {
         let Some(Logged { is_newest, number }) = self.live.remove(&allocation) else { return };
         let now = self.newest.len() as u32;
         if is_newest {
             self.newest[number as usize].1 = Some(now);
         } else if let Some(step) = self.before.and_then(|before| self.steps.get_mut(&before)) {
-            // An allocation that lives for more than one step has no place in the plan.
+            // An allocation that lives for more than one step is not part of the plan.
             step[number as usize].1 = (now <= number).then_some(step.len() as u32 + now);
         }
     }
 
-    /// Ends the step. If the last step of its key made the same requests, returns the step with the lifetimes to plan.
+    /// Ends the step. If the last step with its key made the same requests, returns the step with the lifetimes to
+    /// plan.
     pub fn end(&mut self) -> Option<Vec<Lived<R>>> {
         let before = self.steps.get(&self.newest_key)?;
         let asks = |lived: &Lived<R>| lived.0;
@@ -125,7 +127,7 @@ impl<R: Copy + Eq> StepLearner<R> {
         let longer = |(before, newest): (&Lived<R>, &Lived<R>)| {
             let until = match (before.1, newest.1) {
                 (Some(before), Some(newest)) => Some(before.max(newest)),
-                // An allocation that is live at the end is assumed to have the lifetime of the last step.
+                // An allocation that is still live is assumed to have the lifetime that it had in the last step.
                 (Some(before), None) if before > count || before == count && follows_at_once => Some(before),
                 _ => None,
             };

@@ -1,10 +1,10 @@
-//! Offline placement: computes an offset for every allocation of a job that is known in advance, with the lowest peak
-//! that it can find.
+//! Offline placement: computes an offset for every allocation of a job whose allocations are known in advance, with the
+//! lowest peak that it can find.
 //!
 //! An allocation is a rectangle: a lifetime on one axis and a size on the other. Rectangles can move along the second
-//! axis only and must not overlap. The problem is known as dynamic storage allocation. It is NP-hard, but the recorded
-//! jobs of GPU programs are mostly easy: placing the largest rectangles first reaches the peak of live memory, which is
-//! a lower bound.
+//! axis only and must not overlap. This problem is known as dynamic storage allocation. It is NP-hard, but the recorded
+//! jobs of GPU programs are mostly easy: placing the largest rectangles first usually reaches the peak of live memory,
+//! which is a lower bound.
 //!
 //! ```text
 //!  offset ▲            ┌───────────┐
@@ -15,28 +15,29 @@
 //!         └─┴────────────┴─────────┴─► time
 //! ```
 //!
-//! [`solve`] places rectangles that live all the time at the bottom, and searches for the others: it tries several orders,
-//! then alternates corner search, exact search and repair of the best placement until its budget is spent. The budget counts work, and no
-//! clock is read: the same problem and the same budget give the same offsets on every machine.
+//! [`solve`] places rectangles that live all the time at the bottom, and searches for offsets of all others. It tries several orders, then
+//! alternates corner search, exact search and repair of the best placement until its budget is spent. The budget counts work rather than
+//! time, so the same problem and budget give the same offsets on every machine.
 //!
-//! **Time is an order.** Only the order of beginnings and ends matters. The search replaces times by the
-//! sections that determine which rectangles overlap, so the unit of time and the numbering of events do not change its result.
+//! **Only the order of times matters.** The search replaces times by the sections that determine which rectangles overlap. The unit of time
+//! and the numbering of events therefore do not change its result.
 //!
-//! **Repair** takes the rectangles around one at the top and places them again, lower. It examines few rectangles at a time,
-//! so it improves placements of tens of thousands.
+//! **Repair** takes a rectangle at the top and the rectangles around it, and places them again, lower. It examines few rectangles at a
+//! time, so it improves even placements of tens of thousands of rectangles.
 //!
-//! **Corner search** continues where the fewest rectangles can be placed without unused memory. It solves problems of hundreds of rectangles that
-//! fill the whole height.
+//! **Corner search** continues where the fewest rectangles can be placed without leaving memory unused. It solves problems of hundreds of
+//! rectangles that fill the whole height.
 //!
-//! **Exact search** places up to 4096 rectangles, the largest ones of a larger problem. The others go into the gaps, or on top. It can
-//! prove that no smaller height is feasible, so [`Solution::is_optimal`] can also be `true` for a height above the peak.
+//! **Exact search** places up to 4096 rectangles: if the problem is larger, its largest ones. The remaining rectangles go into the gaps, or
+//! on top. Exact search can prove that no smaller height is feasible, so [`Solution::is_optimal`] can also be `true` for a height above the
+//! peak.
 //!
-//! **Repeated steps.** An allocation made in one step of a training job and freed in the next lives across the end of the
-//! step. [`Problem::periodic`] accepts such lifetimes and assigns them one offset.
+//! **Repeated steps.** An allocation made in one step of a training job and freed in the next lives across the end of
+//! the step. [`Problem::periodic`] accepts such lifetimes and assigns one offset to each.
 //!
 //! **Alignment** needs no setting: give sizes in units of the alignment, rounded up, and offsets are multiples of the
 //! alignment. For 512 bytes, use `size: bytes.div_ceil(512)` and `offset * 512`. A larger unit also makes the search
-//! faster, because more sizes are equal.
+//! faster, because more sizes become equal.
 //!
 //! # Examples
 //! ```

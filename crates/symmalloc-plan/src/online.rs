@@ -1,7 +1,8 @@
-//! The fallback placement: best fit in order of time, as an online allocator places. O(n log n).
+//! The fallback placement: best fit in order of time, as an online allocator would place the rectangles.
+//! It takes O(n log n).
 //!
-//! It searches free blocks instead of overlapping rectangles. Even a problem that is too large to decode one order
-//! within its steps therefore has a solution. Rectangles that live into the next step of a repeated one lie at the
+//! It searches free blocks instead of overlapping rectangles. Therefore even a problem that is too large to decode a
+//! single order within the budget has a solution. Rectangles of a repeated step that live into the next step lie at the
 //! bottom, for the whole step.
 
 use crate::problem::Problem;
@@ -21,7 +22,7 @@ pub(crate) fn best_fit_by_time(problem: &Problem) -> Vec<u64> {
     let within = || problem.intervals().filter(|it| intervals[it.owner as usize] == 1);
     let begins = within().map(|it| (it.lower, true, Reverse(it.upper), it.owner as usize));
     let ends = within().map(|it| (it.upper, false, Reverse(it.upper), it.owner as usize));
-    // Of rectangles that begin together, the longest comes first, so that rectangles that end together are adjacent.
+    // If several rectangles begin together, the longest comes first, so that rectangles that end together are adjacent.
     let mut changes: Vec<(u64, bool, Reverse<u64>, usize)> = begins.chain(ends).collect();
     changes.sort_unstable();
     for (_, begins, _, index) in changes {
@@ -40,14 +41,14 @@ pub(crate) fn best_fit_by_time(problem: &Problem) -> Vec<u64> {
 struct FreeBlocks {
     /// Sizes by offset.
     by_offset: BTreeMap<u64, u64>,
-    /// The same blocks as (size, offset).
+    /// The same blocks, as (size, offset).
     by_size: BTreeSet<(u64, u64)>,
     top: u64,
 }
 
 impl FreeBlocks {
-    /// Takes space from the smallest block that is large enough, of several the lowest, or from the top if there is
-    /// none.
+    /// Takes space from the smallest block that is large enough, or from the top if there is none. If several blocks
+    /// are equally small, takes the lowest.
     fn take(&mut self, size: u64) -> u64 {
         let Some(&(room, offset)) = self.by_size.range((size, 0)..).next() else {
             self.top += size;

@@ -5,9 +5,9 @@ use thiserror::Error;
 /// An allocation: its lifetime and its size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Rectangle {
-    /// Beginning of its lifetime: the number of an op, or any other measure of time.
+    /// Beginning of the lifetime: the number of an op, or any other measure of time.
     pub lower: u64,
-    /// End of its lifetime, exclusive; greater than `lower`. In a [periodic](Problem::periodic) problem it may lie in
+    /// End of the lifetime, exclusive; greater than `lower`. In a [periodic](Problem::periodic) problem, it may lie in
     /// the next step.
     pub upper: u64,
     /// Size in any unit; not 0. Offsets have the same unit.
@@ -28,7 +28,7 @@ pub enum ProblemError {
         /// End of its lifetime.
         upper: u64,
     },
-    /// A rectangle of a repeated step does not begin in it, or lives longer than a step.
+    /// A rectangle of a repeated step does not begin within the step, or lives longer than a step.
     #[error(
         "rectangle {index} lives from {lower} to {upper}: it must begin before {period}, where the step ends, and live no \
          longer than a step"
@@ -43,7 +43,7 @@ pub enum ProblemError {
         /// Length of the step.
         period: u64,
     },
-    /// A rectangle has no size.
+    /// The size of a rectangle is 0.
     #[error("rectangle {index} has size 0: leave it out")]
     Size {
         /// Index of the rectangle.
@@ -67,12 +67,13 @@ pub enum ProblemError {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Problem {
     rectangles: Vec<Rectangle>,
-    /// Length of a repeated step. No rectangle begins after it or lives longer.
+    /// Length of a repeated step. No rectangle begins after the end of the step or lives longer than a step.
     period: Option<u64>,
     lower_bound: u64,
 }
 
-/// An interval in which a rectangle lives. A rectangle has one interval, or two, of which the second begins at 0.
+/// An interval in which a rectangle lives. A rectangle has one interval, or two if it lives into the next step; the
+/// second begins at 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Interval {
     pub(crate) lower: u64,
@@ -131,7 +132,7 @@ impl Problem {
         Ok(problem)
     }
 
-    /// Returns a problem of some of the rectangles.
+    /// Returns a problem with these rectangles and the same period.
     pub(crate) fn part(&self, rectangles: Vec<Rectangle>) -> Self {
         Self::checked(rectangles, self.period).expect("a part of a valid problem is valid")
     }
@@ -141,7 +142,7 @@ impl Problem {
         &self.rectangles
     }
 
-    /// Returns the length of a repeated step.
+    /// Returns the length of a repeated step; `None` if the problem is not periodic.
     pub fn period(&self) -> Option<u64> {
         self.period
     }
@@ -151,7 +152,7 @@ impl Problem {
         self.lower_bound
     }
 
-    /// Returns the intervals in which rectangles live, those of one rectangle consecutively.
+    /// Returns the intervals in which rectangles live. Intervals of one rectangle are consecutive.
     pub(crate) fn intervals(&self) -> impl Iterator<Item = Interval> {
         self.rectangles.iter().enumerate().flat_map(|(index, &Rectangle { lower, upper, .. })| {
             let owner = index as u32;

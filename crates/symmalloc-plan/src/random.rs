@@ -1,4 +1,4 @@
-//! Numbers that look random, and are equal in every run.
+//! Pseudorandom numbers that are the same in every run.
 
 /// A xorshift generator with a fixed seed.
 pub(crate) struct Random(u64);

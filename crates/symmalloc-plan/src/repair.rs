@@ -1,4 +1,5 @@
-//! Repair: lowers the rectangles at the top of a placement by placing them again, together with others around them in time.
+//! Repair: lowers the rectangles at the top of a placement by placing them again, together with rectangles that live at about the same
+//! time.
 //!
 //! ```text
 //!  offset ▲          ┌───┐
@@ -9,26 +10,27 @@
 //!            ├──── window ─────┤
 //! ```
 //!
-//! An attempt chooses a rectangle at the top, a window of time around its lifetime, and the rectangles that live in the window but not
-//! much longer. It removes them and places them in another order. It succeeds if all of them end below the height, and is undone
-//! otherwise. It examines only rectangles that overlap the removed ones, so it costs a small part of decoding an order.
+//! An attempt chooses a rectangle at the top, a window of time around its lifetime, and the rectangles that live in the window but not much
+//! longer. It removes these rectangles and places them in a different order. The attempt succeeds if all of them end below the height;
+//! otherwise it is undone. It examines only rectangles that overlap the removed ones, so it takes much less work than decoding an order.
 
 use crate::decode::{Decoded, Decoder, Fit, Placement};
 use crate::random::Random;
 
-/// Maximum number of rectangles that an attempt places again. With more, an attempt rarely succeeds and costs as much as many small ones.
+/// Maximum number of rectangles that an attempt places again. A larger attempt rarely succeeds and takes as much work as many small ones.
 const WINDOW_MAX: usize = 400;
 
-/// Number of windows in succession that are too large before a repair gives up.
+/// Number of consecutive windows that are too large before a repair gives up.
 const TOO_LARGE_MAX: u32 = 100;
 
-/// The margin of a window is less than 2 to this power, in births.
+/// The margin of a window, in births, is less than 2 to this power.
 const MARGIN_BITS: u64 = 8;
 
-/// Rectangles of a window live less than 2 to this power times as long as the rectangle at the top and the margin.
+/// The rectangles of a window live less than 2 to this power times as long as the rectangle at the top and the margin
+/// together.
 const LIFE_BITS: u64 = 6;
 
-/// Repairs placements of one problem. Each repair continues with other random choices.
+/// Repairs placements of one problem. Each repair makes different random choices.
 pub(crate) struct Repair<'a> {
     decoder: &'a Decoder,
     random: Random,
@@ -39,7 +41,7 @@ impl<'a> Repair<'a> {
         Repair { decoder, random: Random::default() }
     }
 
-    /// Lowers a placement until its height is `least`, the budget is spent, or too many rectangles surround those at the top.
+    /// Lowers a placement until its height is `least`, the budget is spent, or too many rectangles surround the ones at the top.
     pub(crate) fn lower(&mut self, best: &mut Decoded, least: u64, budget: &mut u64) {
         let mut placement = Placement::whole(self.decoder, best);
         let items = 0..self.decoder.len() as u32;
@@ -66,7 +68,7 @@ impl<'a> Repair<'a> {
         *best = placement.into_decoded();
     }
 
-    /// Places the items of a window again, in this order. Returns `false` and changes nothing if one of them would reach the height.
+    /// Places the items of a window again, in this order. Returns `false` and changes nothing if an item would reach the height.
     fn place_below(&mut self, placement: &mut Placement<'_>, height: u64, order: &[u32], budget: &mut u64) -> bool {
         let before: Vec<u64> = order.iter().map(|item| placement.offset(*item)).collect();
         let fit = if self.random.below(2) == 0 { Fit::Best } else { Fit::Lowest };
@@ -98,8 +100,9 @@ impl<'a> Repair<'a> {
         window
     }
 
-    /// Returns the items in the order in which they are placed again: by decreasing size, area or lifetime, or the lowest first. Random
-    /// factors of up to two vary the order, and in half of the orders, the item at the top moves to an earlier position.
+    /// Returns the items in the order in which they are placed again. The order is by decreasing size, area or lifetime, or by decreasing
+    /// distance from the top. Random factors of up to two vary it. In half of the orders, the item at the top also moves to an earlier
+    /// position.
     fn order(&mut self, placement: &Placement<'_>, height: u64, window: Vec<u32>, at_top: u32) -> Vec<u32> {
         let (criterion, deviation) = (self.random.below(4), 128 << self.random.below(4));
         let mut keys: Vec<(u128, u32)> = Vec::with_capacity(window.len());

@@ -1,8 +1,8 @@
-//! A schedule: a placement prepared for execution. It lists the places that must be free before each allocation, and
-//! whose users the allocation waits for.
+//! A schedule: a placement prepared for execution. For each allocation it lists the places that must be free before the
+//! allocation, and whose users its stream must wait for.
 //!
-//! A *place* is an offset with a size. Allocations with equal offset and size share one. The earlier users of an allocation's
-//! place belong to the same step or, at offsets that the step has not used yet, to the previous one:
+//! A *place* is an offset with a size. Allocations with equal offset and size share one place. The earlier users of an allocation's place
+//! belong to the same step or, at offsets that the step has not used yet, to the previous step:
 //!
 //! ```text
 //!  offset ▲ ┌───┐ ┌───────┐
@@ -14,11 +14,12 @@
 //!         └──────────────────► number
 //! ```
 //!
-//! c also skips a place that an allocation of its stream has checked since the last use: the place is still free, and
-//! the stream need not wait twice. A step of one stream therefore checks each use of a place once, however many
-//! allocations overlap it.
+//! c also skips a place that another allocation of c's stream has checked since the place was last used. The place is
+//! still free, and the stream need not wait twice. A step that uses one stream therefore checks each use of a place
+//! once, however many allocations overlap the place.
 //!
-//! A sweep over two rounds of the step finds the checks by tracking the last place at each offset. O(n log n).
+//! The checks are found by a sweep over two rounds of the step, which tracks the last place at each offset. It takes
+//! O(n log n).
 
 use std::collections::{BTreeMap, BTreeSet};
 use thiserror::Error;
@@ -28,18 +29,18 @@ use thiserror::Error;
 pub struct Place {
     /// Offset from the start of the memory, in any unit.
     pub offset: u32,
-    /// Size in the same unit; not 0.
+    /// Size in the unit of `offset`; not 0.
     pub size: u32,
 }
 
-/// An allocation of a step with its place. Time is counted in allocations of the step.
+/// An allocation of a step with its place. Times are numbers of allocations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlacedAllocation {
-    /// Its place.
+    /// The allocation's place.
     pub place: Place,
-    /// Number of its stream. Work of one stream runs in order.
+    /// Number of the allocation's stream. Work of one stream runs in order.
     pub stream: u16,
-    /// Number of the allocation before which it is freed: greater than its own, and at most one step later.
+    /// Number of the allocation before which it is freed: greater than its own number, and at most one step later.
     pub until: u32,
 }
 
@@ -69,7 +70,7 @@ impl Schedule {
     /// Creates the schedule of a step that repeats these allocations; `None` stands for an allocation without a place.
     ///
     /// # Errors
-    /// Returns [`Overlap`] if two of them overlap.
+    /// Returns [`Overlap`] if two allocations overlap.
     pub fn new(step: &[Option<PlacedAllocation>]) -> Result<Self, Overlap> {
         let mut schedule = Schedule::default();
         let mut sweep = Sweep::new(step);
@@ -121,7 +122,8 @@ impl Schedule {
         &self.place_of
     }
 
-    /// Returns the numbers of the places that each allocation checks, grouped by allocation; its own place is the last of its group.
+    /// Returns the numbers of the places that each allocation checks, grouped by allocation. The last place of a group is the allocation's
+    /// own.
     pub fn checks(&self) -> &[u32] {
         &self.checks
     }
@@ -138,7 +140,8 @@ impl Schedule {
     }
 }
 
-/// Returns, for each place, the index of the first equal one. Sorts the places, because a long step has many.
+/// Returns, for each place, the index of the first place equal to it. Takes O(n log n), because a long step has many
+/// places.
 pub fn first_uses(places: &[Place]) -> Vec<usize> {
     let mut sorted: Vec<usize> = (0..places.len()).collect();
     sorted.sort_unstable_by_key(|index| (places[*index], *index));
@@ -149,16 +152,16 @@ pub fn first_uses(places: &[Place]) -> Vec<usize> {
     first_uses
 }
 
-/// The sweep, which tracks the last allocation at each offset. Allocations are counted over both rounds.
+/// The sweep, which tracks the last allocation at each offset. Allocations are numbered consecutively over both rounds.
 struct Sweep<'a> {
     step: &'a [Option<PlacedAllocation>],
-    /// By start: the end and the number of the allocation. Disjoint.
+    /// By start: the end and the number of the allocation. The ranges are disjoint.
     last: BTreeMap<u32, (u32, u32)>,
     /// By allocation: the first stream that has checked it since its last use.
     seen_by: Vec<Option<u16>>,
-    /// Allocations that were checked since their last use, each with a further stream that checked it.
+    /// Allocations that several streams have checked since their last use, with each stream after the first.
     seen_by_others: BTreeSet<(u32, u16)>,
-    /// The earlier allocations in the place that is visited: start, end and number.
+    /// The earlier allocations in the place that is being visited: start, end and number.
     there: Vec<(u32, u32, u32)>,
 }
 
@@ -168,14 +171,14 @@ impl<'a> Sweep<'a> {
         Sweep { step, last: BTreeMap::new(), seen_by, seen_by_others: BTreeSet::new(), there: Vec::new() }
     }
 
-    /// Processes an allocation. Passes each earlier allocation in its place to `before`, unless its stream has checked
-    /// it already.
+    /// Processes an allocation. Passes each earlier allocation in its place to `before`, unless the allocation's stream
+    /// has already checked it.
     fn visit(&mut self, number: u32, placed: &PlacedAllocation, mut before: impl FnMut(u32)) -> Result<(), Overlap> {
         let PlacedAllocation { place, stream, .. } = *placed;
         let count = self.step.len() as u32;
         let end = place.offset + place.size;
         let mut there = std::mem::take(&mut self.there);
-        // The last one that begins in or below the place comes first.
+        // Iterates downward, from the last entry that begins before the end of the place.
         let in_place = self.last.range(..end).rev().take_while(|(_, (to, _))| *to > place.offset);
         there.extend(in_place.map(|(from, (to, by))| (*from, *to, *by)));
         for (from, to, by) in there.drain(..).rev() {
@@ -201,7 +204,8 @@ impl<'a> Sweep<'a> {
         Ok(())
     }
 
-    /// Notes that a stream checks an allocation. Returns `true` if it has not checked it since the allocation's last use.
+    /// Notes that a stream checks an allocation. Returns `true` if the stream had not checked it since the allocation's
+    /// last use.
     fn note_checked(&mut self, by: u32, stream: u16) -> bool {
         match &mut self.seen_by[by as usize] {
             Some(first) => *first != stream && self.seen_by_others.insert((by, stream)),

@@ -1,8 +1,8 @@
-//! Sections of time: the fewest that determine which rectangles overlap.
+//! Sections of time: the coarsest division of time that determines which rectangles overlap.
 //!
-//! A section is a maximal set of rectangles that are live at one moment: no adjacent moment adds a rectangle. Any two
-//! overlapping rectangles share a section. A rectangle lives in one contiguous run of sections, or in two if it lives
-//! into the next step.
+//! A section is a maximal set of rectangles that are live at one moment: no adjacent moment has all of these rectangles
+//! and another one. Any two overlapping rectangles share a section. A rectangle lives in one contiguous run of
+//! sections, or in two if it lives into the next step.
 //!
 //! ```text
 //!   a ───────────────       ─────── c
@@ -18,7 +18,7 @@ pub(crate) type Run = Range<usize>;
 /// The sections of a problem and the pairs that overlap. Rectangles are numbered by index in the problem.
 pub(crate) struct Sections {
     count: usize,
-    /// By rectangle: its runs. The second is usually empty.
+    /// By rectangle: its runs. The second run is usually empty.
     runs: Vec<[Run; 2]>,
     /// Rectangles that overlap each rectangle, grouped by rectangle.
     overlaps: Vec<u32>,
@@ -27,7 +27,7 @@ pub(crate) struct Sections {
 }
 
 impl Sections {
-    /// Computes the sections. The memory for all overlapping pairs limits it to a few thousand rectangles.
+    /// Computes the sections. The memory for all overlapping pairs limits the problem to a few thousand rectangles.
     pub(crate) fn new(problem: &Problem) -> Self {
         let (runs, count) = runs(problem);
         let (overlaps, begins) = overlaps(&runs, count);
@@ -44,8 +44,8 @@ impl Sections {
         [first.clone(), second.clone()].into_iter()
     }
 
-    /// Returns the run from a rectangle's first section to its last. Until the rectangle is placed, it connects the
-    /// sections in between.
+    /// Returns the range from a rectangle's first section to its last. As long as the rectangle is unplaced, it
+    /// connects all sections in this range.
     pub(crate) fn reach(&self, rectangle: u32) -> Run {
         let [first, second] = &self.runs[rectangle as usize];
         if second.is_empty() { first.clone() } else { first.start..second.end }
@@ -62,9 +62,9 @@ impl Sections {
     }
 }
 
-/// Returns the same problem with sections as times, and the index in `problem` of each of its rectangles. Rectangles are in
-/// order of beginning, end and size. Problems whose rectangles overlap in the same order have equal canonical problems,
-/// regardless of the unit of time and of the order of events that no section separates.
+/// Returns the same problem with sections as times, and the index in `problem` of each of its rectangles. The
+/// rectangles are sorted by beginning, end and size. Problems whose rectangles overlap in the same order have equal
+/// canonical problems, regardless of the unit of time and of the order of events within a section.
 pub(crate) fn canonical(problem: &Problem) -> (Problem, Vec<u32>) {
     let (runs, count) = runs(problem);
     let timed = |index: u32| {

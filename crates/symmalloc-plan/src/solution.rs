@@ -1,8 +1,8 @@
-//! A solution: an offset for every rectangle; and its check, by a sweep over time that is independent of the search.
+//! A solution, which has an offset for every rectangle, and its check, which shares no code with the search.
 //!
-//! The sweep keeps the live rectangles by offset. Two of them overlap exactly if two neighbors do, which is detected
-//! when the later one begins. A rectangle that lives into the next step of a repeated one is also live at the beginning
-//! of the step. It takes O(n log n).
+//! The check sweeps over time and keeps the live rectangles sorted by offset. If any two live rectangles overlap, then
+//! two neighbors do. The check detects this when the later one begins. A rectangle of a repeated step that lives into
+//! the next step is also live at the beginning of the step. The check takes O(n log n).
 
 use crate::problem::Problem;
 use std::collections::BTreeMap;
@@ -18,12 +18,13 @@ pub struct Solution {
 }
 
 impl Solution {
-    /// Creates a solution. `least` is a height below which no placement exists.
+    /// Creates a solution. `least` is a height below which no placement is known to exist.
     pub(crate) fn new(offsets: Vec<u64>, least: u64, work: u64, height: u64) -> Self {
         Solution { offsets, height, is_optimal: height == least, work }
     }
 
-    /// Returns the solution of a problem with more rectangles, each placed with one unit of work: those of this one lie `base` higher.
+    /// Returns the solution of a larger problem. This solution's rectangles lie `base` higher, and placing each additional rectangle took
+    /// one unit of work.
     pub(crate) fn raised(self, base: u64, offsets: Vec<u64>) -> Self {
         let work = self.work + (offsets.len() - self.offsets.len()) as u64;
         Solution { offsets, height: base + self.height, work, ..self }
@@ -54,7 +55,7 @@ impl Solution {
     /// with the search.
     ///
     /// # Errors
-    /// Returns [`PlacementError`] if this is not a solution of the problem.
+    /// Returns [`PlacementError`] if this is not a valid solution of the problem.
     pub fn check(&self, problem: &Problem) -> Result<(), PlacementError> {
         check(problem, &self.offsets, self.height)
     }
@@ -72,12 +73,12 @@ pub enum PlacementError {
         /// Index of the later rectangle.
         second: usize,
     },
-    /// A rectangle ends above the height of the solution.
+    /// A rectangle ends above the stated height of the solution.
     #[error("rectangle {index} reaches up to {end}, above the height of {height}")]
     TooHigh {
         /// Index of the rectangle.
         index: usize,
-        /// End of the rectangle.
+        /// End of the rectangle: its offset plus its size.
         end: u64,
         /// Height of the solution.
         height: u64,
@@ -117,7 +118,7 @@ pub(crate) fn check(problem: &Problem, offsets: &[u64], height: u64) -> Result<(
             continue;
         }
         let end = offset + rectangles[second].size;
-        // The highest live rectangle that begins below the end of the new one.
+        // Finds the highest live rectangle that begins below the end of the new one.
         if let Some((&there, &first)) = live.range(..end).next_back()
             && there + rectangles[first].size > offset
         {

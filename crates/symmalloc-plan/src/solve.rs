@@ -1,4 +1,4 @@
-//! The search: a first placement, several orders, then corner search, exact search and repair in turn.
+//! The search: a first placement, then several orders, then rounds of corner search, exact search and repair.
 //!
 //! ```text
 //!  in order of time ──► orders, best fit and lowest fit ──► round: corner search of all rectangles, exact search of the cores:
@@ -7,7 +7,7 @@
 //!                          one reaches the bound: done        └─── twice the work
 //! ```
 //!
-//! Random choices come from a generator with a fixed seed. The budget ends the search but does not influence its course. A
+//! Random choices come from a generator with a fixed seed. The budget determines when the search ends, but not what it does before. A
 //! larger budget is therefore never worse.
 
 use crate::corners::CornerSearch;
@@ -20,44 +20,45 @@ use crate::sections::canonical;
 use crate::solution::Solution;
 use std::cmp::Reverse;
 
-/// The search budget: about the number of rectangles examined. Orders of large problems examine ten to thirty million per
-/// second, repair and exact search three to five million.
+/// The search budget, which is about the number of rectangles that the search may examine. For large problems, orders
+/// examine ten to thirty million rectangles per second; repair and exact search examine three to five million.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct SearchBudget(pub u64);
 
 impl Default for SearchBudget {
-    /// Returns a budget of about a minute for hard problems.
+    /// Returns a budget that takes about a minute on hard problems.
     fn default() -> Self {
         SearchBudget(200_000_000)
     }
 }
 
-/// Budget of one exact search in the first round.
+/// Work of one exact search in the first round.
 const FIRST_ROUND_WORK: u64 = 50_000;
 
-/// Work of the repair in a round, in multiples of that of one exact search.
+/// Work of the repair in a round, as a multiple of the work of one exact search.
 const REPAIR_SHARE: u64 = 16;
 
-/// Work of the varied preferences of a round, in multiples of that of one exact search.
+/// Work of the varied preferences in a round, as a multiple of the work of one exact search.
 const VARIED_SHARE: u64 = 12;
 
-/// Work of the corner search of a core in a round, in multiples of that of one exact search.
+/// Work of the corner search of a core in a round, as a multiple of the work of one exact search.
 const CORNER_SHARE: u64 = 2;
 
-/// Work per rectangle of the shortest corner search. A search that never backtracks takes less.
+/// Work per rectangle of the shortest corner search. A search that never backtracks needs less.
 const CORNER_WORK: u64 = 50;
 
-/// Corner search returns to the bound when the heights that failed are within this part of the best one.
+/// Corner search returns to the lower bound when the last height that failed is within one part in this many of the
+/// best height.
 const CORNER_PRECISION: u64 = 512;
 
 /// Work of the shortest attempt with a varied preference.
 const ATTEMPT_WORK: u64 = 10_000;
 
-/// Shares of the peak: rectangles that live while the load is within a share of its peak are the hard ones.
+/// Shares of the peak. Rectangles that live while the load is within one such share of its peak are the hard ones.
 const PEAK_SHARES: [u64; 4] = [50, 20, 10, 5];
 
-/// Places the rectangles of a problem as low as the search finds within the budget. The first placement, in order of time,
-/// takes one unit of work per rectangle and is always made, so there is always a solution.
+/// Places the rectangles of a problem as low as it can within the budget. The first placement, in order of time, takes one unit of work per
+/// rectangle. It is always made, whatever the budget, so there is always a solution.
 ///
 /// # Determinism
 /// The solution is a function of the problem and the budget, and a larger budget is never worse. The search takes O(n log n)
@@ -74,21 +75,22 @@ pub struct SearchState {
     pub work: u64,
     /// Height of the best placement so far.
     pub height: u64,
-    /// Height below which no placement exists, as far as it is known.
+    /// Height below which no placement exists, as far as the search knows.
     pub lower_bound: u64,
 }
 
-/// Places the rectangles like [`solve`], and calls `watch` now and then.
+/// Places the rectangles like [`solve`], and calls `watch` after each phase of the search.
 pub fn solve_watched(problem: &Problem, budget: SearchBudget, mut watch: impl FnMut(SearchState)) -> Solution {
     let (canonical, order) = canonical(problem);
     let end = canonical.rectangles().iter().map(|it| it.upper).max().unwrap_or(0);
     let whole = canonical.period().unwrap_or(end);
-    // Small problems are searched exactly, and a proof would hold for the extended problem only.
+    // Small problems are searched exactly and are not extended, because a proof for the extended problem would not hold
+    // for the original.
     let is_extended = canonical.rectangles().len() > RECTANGLES_MAX;
     let canonical = if is_extended { extended(canonical, whole) } else { canonical };
     let mut offsets = vec![0; order.len()];
-    // Rectangles that live all the time lie at the bottom. This costs no height: in any placement, everything below such a
-    // rectangle can move up by its size, and the rectangle to 0.
+    // Rectangles that live all the time lie at the bottom. This costs no height: in any placement, everything below such a rectangle can
+    // move up by the rectangle's size, and the rectangle can move to 0.
     let (mut base, mut rest, mut rest_order) = (0, Vec::new(), Vec::new());
     for (rectangle, index) in canonical.rectangles().iter().zip(order) {
         if rectangle.upper - rectangle.lower == whole {
@@ -110,9 +112,10 @@ pub fn solve_watched(problem: &Problem, budget: SearchBudget, mut watch: impl Fn
     solution.raised(base, offsets)
 }
 
-/// Extends the rectangles that live longest to the whole time, as many as possible without a higher bound. They then lie at the bottom,
-/// which makes the search faster and better: the weights of a model, for example, live from the end of a short beginning on. Every placement
-/// of the extended problem is one of the problem, but its optimum may be higher.
+/// Extends the longest-lived rectangles to the whole time, as many as possible without raising the lower bound. They then lie at the
+/// bottom, which makes the search faster and its results better. The weights of a model are an example: they are allocated shortly after
+/// the beginning and are never freed. Every placement of the extended problem is also one of the original problem, but the optimum of the
+/// extended problem may be higher.
 fn extended(problem: Problem, whole: u64) -> Problem {
     let life = |it: &Rectangle| it.upper - it.lower;
     let mut longest: Vec<usize> = (0..problem.rectangles().len()).collect();
@@ -123,7 +126,7 @@ fn extended(problem: Problem, whole: u64) -> Problem {
         longest[..count].iter().for_each(|index| (rectangles[*index].lower, rectangles[*index].upper) = (0, whole));
         problem.part(rectangles)
     };
-    // The bound grows with the number of extended rectangles.
+    // The lower bound grows with the number of extended rectangles.
     let (mut fit, mut fail) = (0, longest.len() + 1);
     while fail - fit > 1 {
         let count = if fail > longest.len() { longest.len() } else { fit.midpoint(fail) };
@@ -160,11 +163,11 @@ fn search(problem: &Problem, proofs: Proofs, budget: SearchBudget, watch: &mut d
     Solution::new(decoder.by_place(&search.best), search.least, spent, search.best.height)
 }
 
-/// The validity of proofs that no smaller height is feasible.
+/// The problem for which proofs of infeasible heights hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Proofs {
     Valid,
-    /// They hold for a problem with longer lifetimes only.
+    /// Proofs hold only for the extended problem, whose lifetimes are longer.
     OfExtended,
 }
 
@@ -208,7 +211,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Tries an order. If it is better than the best so far, it replaces it.
+    /// Tries an order. Replaces the best placement if the new one is lower.
     fn attempt(&mut self, order: &[u32], fit: Fit) {
         if let Some(lower) = self.decoder.decode(order, fit, self.best.height - 1, &mut self.left) {
             self.best = lower;
@@ -223,13 +226,13 @@ impl<'a> Search<'a> {
         self.left += within;
     }
 
-    /// Searches from corners within about this much work: at the least height that is not ruled out, then halfway between the last failure and
-    /// the best, and so on. Restarts of varied length take care of unlucky choices. Returns early if the search at
-    /// the least height tried all of its moves.
+    /// Runs corner search with about this much work: first at the lowest height that is not ruled out, then halfway between the last
+    /// failure and the best height, and so on. Restarts of different lengths compensate for unlucky choices. Returns early if the search at
+    /// the lowest height has tried all of its moves.
     fn search_corners(&mut self, core: &mut Core, steps: u64) {
         let end = self.left.saturating_sub(steps);
         let shortest = ATTEMPT_WORK.max(core.items.len() as u64 * CORNER_WORK);
-        // Large cores wait for a later round, because one attempt takes most of its steps.
+        // Large cores wait for a later round, because a single attempt would take most of the round's work.
         if steps / 4 < shortest {
             return;
         }
@@ -262,11 +265,11 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Tries the least height that is not ruled out, then others between it and the best. The least height gets most of
-    /// the budget, because most solvable problems reach it.
+    /// Tries the lowest height that is not ruled out, then heights between it and the best. The lowest height gets most
+    /// of the budget, because most solvable problems reach it.
     fn search_exactly(&mut self, core: &mut Core, limit: u64) {
         let mut capacity = self.least;
-        // Heights below `from` are ruled out or undecided within the limit.
+        // Heights below `from` are ruled out, or could not be decided within the limit.
         let mut from = self.least;
         while !self.is_over() && (from == self.least || self.best.height - from > self.best.height / 1024) {
             let limit = if capacity == self.least { limit } else { limit / 16 };
@@ -292,14 +295,15 @@ impl<'a> Search<'a> {
     }
 }
 
-/// Some rectangles, which corner search and exact search place. The others fit into the gaps above them or on top.
+/// Some of the rectangles, which corner search and exact search place. All remaining rectangles go into the gaps above
+/// them or on top.
 struct Core {
     exact: ExactSearch,
-    /// `None` for a part of the problem, and for a repeated step in which a rectangle lives into the next one.
+    /// `None` if the core is only a part of the problem, or if a rectangle of a repeated step lives into the next step.
     corners: Option<CornerSearch>,
-    /// By rectangle of the core: its item.
+    /// By rectangle of the core: its item in the decoder.
     items: Vec<u32>,
-    /// The other items in decreasing order of size.
+    /// The items outside the core, in decreasing order of size.
     others: Vec<u32>,
     /// Number of attempts with varied preferences.
     attempts: u32,
@@ -308,8 +312,8 @@ struct Core {
 }
 
 impl Core {
-    /// Returns the cores of a problem: its largest rectangles, and those that live while the load is near its peak. A solution of the
-    /// second kind usually leaves space for all others.
+    /// Returns the cores of a problem: the rectangles that live while the load is near its peak, and the largest rectangles. A solution of
+    /// a core near the peak usually leaves space for all other rectangles.
     fn all(problem: &Problem, decoder: &Decoder) -> Vec<Self> {
         let mut largest: Vec<u32> = (0..decoder.len() as u32).collect();
         largest.sort_by_key(|item| Reverse(decoder.extent(*item)));
@@ -332,14 +336,15 @@ impl Core {
         items.sort_unstable();
         let rectangles = items.iter().map(|item| problem.rectangles()[decoder.place(*item) as usize]).collect();
         let part = problem.part(rectangles);
-        // A part that leaves no memory unused says little about the gaps that remain for the others.
+        // A placement of a part that leaves no memory unused says little about the gaps that remain for the other
+        // items.
         let corners = if others.is_empty() { CornerSearch::new(&part) } else { None };
         let exact = ExactSearch::new(&part);
         Core { exact, corners, items, others, attempts: 0, corner_attempts: 0 }
     }
 
-    /// Tries to place the core within the capacity by each fixed preference and by as many varied ones as their share of
-    /// the budget allows. A case that one preference cannot decide is often easy for another.
+    /// Tries to place the core within the capacity, by each fixed preference and then by as many varied ones as their
+    /// share of the budget allows. A case that one preference cannot decide is often easy for another.
     fn decide(&mut self, capacity: u64, limit: u64, left: &mut u64) -> Verdict {
         for number in 0..Preference::FIXED {
             let verdict = self.attempt(capacity, Preference(number), limit, left);
@@ -367,7 +372,7 @@ impl Core {
         verdict
     }
 
-    /// Returns an order of all items that places the core as low as these offsets, or lower, by lowest fit.
+    /// Returns an order of all items that, decoded by lowest fit, places the core as low as these offsets, or lower.
     fn order(&self, offsets: &[u64]) -> Vec<u32> {
         let mut core: Vec<(u64, u32)> = offsets.iter().copied().zip(self.items.iter().copied()).collect();
         core.sort_unstable();
@@ -375,8 +380,8 @@ impl Core {
     }
 }
 
-/// Returns the exponents of the sequence of Luby, Sinclair and Zuckerman (1993): 0, 0, 1, 0, 0, 1, 2 and so on. Most attempts
-/// are short, and all lengths get the same amount of work in total. `number` begins at 1.
+/// Returns the exponents of the sequence of Luby, Sinclair and Zuckerman (1993): 0, 0, 1, 0, 0, 1, 2 and so on. Most attempts are short,
+/// and in total, attempts of every length get the same amount of work. `number` begins at 1.
 fn luby(mut number: u32) -> u32 {
     while !(number + 1).is_power_of_two() {
         number -= (1 << number.ilog2()) - 1;
@@ -384,7 +389,7 @@ fn luby(mut number: u32) -> u32 {
     number.ilog2()
 }
 
-/// Returns the greatest common divisor; of 0 and a number, the number.
+/// Returns the greatest common divisor. If one number is 0, returns the other number.
 fn greatest_common_divisor(mut one: u64, mut other: u64) -> u64 {
     while other > 0 {
         (one, other) = (other, one % other);
@@ -392,9 +397,10 @@ fn greatest_common_divisor(mut one: u64, mut other: u64) -> u64 {
     one
 }
 
-/// Returns orders of placement that usually do well, the best first: large rectangles while there is space, and long ones because they block
-/// many others. Then the same orders, but with the rectangles first that live while the load is near its peak. The others have space.
-/// Ties are broken by birth, so an order is a function of the problem.
+/// Returns orders of placement that usually do well, the best first: by size and area, because large rectangles need space while there is
+/// some, and by lifetime, because long rectangles block many others. After them come variants that begin with the rectangles that live
+/// while the load is near its peak, because all other rectangles have more space. Ties are broken by birth, so an order is a function of
+/// the problem.
 fn orders(decoder: &Decoder) -> Vec<Vec<u32>> {
     let area = |(size, life): (u64, u64)| u128::from(size) * u128::from(life);
     let mut orders = vec![
@@ -403,7 +409,7 @@ fn orders(decoder: &Decoder) -> Vec<Vec<u32>> {
         descending(decoder, |extent| (u128::from(extent.1), extent.0)),
         (0..decoder.len() as u32).collect(),
     ];
-    // Most orders of this kind fail after few rectangles, so that they cost little.
+    // Most of these orders fail after a few rectangles, so they cost little.
     let loads = decoder.loads();
     for share in PEAK_SHARES {
         let is_at_peak = at_peak(&loads, share);

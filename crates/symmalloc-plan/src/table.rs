@@ -43,7 +43,7 @@ pub enum TableError {
     MissingColumn {
         /// Name of the column.
         column: String,
-        /// Names of the columns that it has.
+        /// Names of the columns that the table has.
         columns: Vec<String>,
     },
     /// A row has more or fewer values than the table has columns.
@@ -56,13 +56,13 @@ pub enum TableError {
         /// Names of the columns.
         columns: Vec<String>,
     },
-    /// A rectangle has no end, or two.
+    /// A rectangle has neither `upper` nor `end`, or both.
     #[error("rectangle {index} needs one end: give a column `upper` (exclusive) or `end` (inclusive)")]
     End {
         /// Index of the rectangle.
         index: usize,
     },
-    /// The inclusive end of a rectangle has no exclusive counterpart.
+    /// The inclusive end of a rectangle is the maximum value, so the exclusive end cannot be represented.
     #[error("rectangle {index} ends at 2^64 - 1: the maximum of column `end` is 2^64 - 2")]
     TooLate {
         /// Index of the rectangle.
@@ -118,7 +118,7 @@ impl Row {
         }
     }
 
-    /// Returns the column with a constraint that the search cannot keep.
+    /// Returns the name of a column with a constraint that the search cannot keep, if there is one.
     fn unsupported(&self) -> Option<&'static str> {
         let has = |value: &Option<String>, neutral: &str| {
             value.as_ref().is_some_and(|value| !value.is_empty() && value != neutral)
@@ -141,7 +141,7 @@ impl Problem {
     /// Reads a table. Returns the problem and the id of each rectangle.
     ///
     /// # Errors
-    /// Returns [`TableError`] if it is not a table of valid rectangles.
+    /// Returns [`TableError`] if the source is not a table of valid rectangles.
     pub fn read_csv(source: impl Read) -> Result<(Self, Vec<String>), TableError> {
         let (rectangles, names) = read(source)?;
         Ok((Problem::new(rectangles)?, names))
@@ -150,7 +150,7 @@ impl Problem {
     /// Reads the table of a step that repeats every `period`; see [`Problem::periodic`].
     ///
     /// # Errors
-    /// Returns [`TableError`] if it is not a table of rectangles valid for the period.
+    /// Returns [`TableError`] if the source is not a table of rectangles that are valid for the period.
     pub fn read_periodic_csv(period: u64, source: impl Read) -> Result<(Self, Vec<String>), TableError> {
         let (rectangles, names) = read(source)?;
         Ok((Problem::periodic(period, rectangles)?, names))
@@ -177,7 +177,7 @@ fn read(source: impl Read) -> Result<(Vec<Rectangle>, Vec<String>), TableError> 
     if rectangles.is_empty() { Err(TableError::Empty) } else { Ok((rectangles, names)) }
 }
 
-/// Names the column of an error.
+/// Adds the name of the column to a CSV error.
 fn explained(error: csv::Error, columns: &csv::StringRecord, record: Option<&csv::StringRecord>) -> TableError {
     let names = || columns.iter().map(str::to_owned).collect::<Vec<String>>();
     match error.kind() {

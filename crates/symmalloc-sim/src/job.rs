@@ -1,8 +1,8 @@
 //! Simulation of whole jobs: thousands of ranks run one program, each in its own context, and must place identically.
 //!
-//! The allocator guarantees that ranks cannot diverge. A simulated job tries to make them diverge: every rank has different
-//! addresses, different event timing, differently interleaved threads, driver calls that fail, and private work on
-//! the side. Ranks are lost and restart. The program is drawn from a seed, or taken from a recorded job.
+//! The allocator guarantees that ranks cannot diverge. A simulated job tries to make them diverge: every rank has
+//! different addresses, different event timing, differently interleaved threads, driver calls that fail, and private
+//! work on the side. Some ranks are lost or restart. The program is drawn from a seed, or taken from a recorded job.
 //!
 //! ```text
 //!  seed ──► JobPlan ──► program (steps of several threads) ──┬─► rank 0    ─┐
@@ -10,12 +10,13 @@
 //!                                                         └─► rank N-1  ─┘ digest by digest at every sync
 //! ```
 //!
-//! A run has two phases. Faults happen in the *safety* phase. Ranks without faults must stay identical, ranks that
-//! diverge must be detected, and no invariant may be violated. All faults are then removed, and in the *liveness* phase
-//! everything is freed and released: no memory stays reserved on any rank, and no event leaks.
+//! A run has two phases. In the *safety* phase, faults happen. Ranks without faults must stay identical, ranks that
+//! diverge must be detected, and no invariant may be violated. Then all faults are removed. In the *liveness* phase,
+//! everything is freed and released: no memory may stay reserved on any rank, and no event may leak.
 //!
-//! A run is determined by its plan, and a generated plan by its seed. No clock, host thread or hash order affects it. A
-//! failure is [shrunk](shrink) and saved as a trace that starts with its [story]; `symmalloc simulate` runs it again.
+//! A run is determined by its plan, and a generated plan by its seed. Clocks, host threads and hash orders do not
+//! affect it. A failing plan is [shrunk](shrink) and saved as a trace that starts with its [story];
+//! `symmalloc simulate` runs it again.
 //!
 //! ```
 //! use std::num::{NonZeroU32, NonZeroUsize};

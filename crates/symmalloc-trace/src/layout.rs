@@ -1,4 +1,4 @@
-//! Layouts as text: saves a pool's layout to a file, and restores it from the file in another process.
+//! Layouts as text: a pool's layout is saved to a file, and another process restores the pool from the file.
 //!
 //! [`symmalloc_core::layout`] defines layouts and restoration; `docs/layout.md` specifies the format.
 //!

@@ -1,8 +1,9 @@
 //! Text formats for the ops, layouts and plans of `symmalloc-core`, and the replay of recorded ops.
 //!
 //! * A [`Trace`] is a list of ops, one record per line. The same format serves as test steps, fuzzer input, [`replay`]
-//!   input and bug report. People can read and cut it, `diff` can compare it, and it compresses well. This crate does
-//!   not compress: readers and writers work on any [`BufRead`](std::io::BufRead) and [`Write`](std::io::Write).
+//!   input and bug report. People can read and shorten a trace, `diff` can compare two traces, and traces compress
+//!   well. This crate does not compress: its readers and writers work on any [`BufRead`](std::io::BufRead) and
+//!   [`Write`](std::io::Write).
 //! * A [`Replay`](replay::Replay) executes recorded ops on an allocator.
 //! * A [`layout`] is a snapshot of a pool's segments and blocks, saved and restored as text.
 //! * A [`plan`] assigns offsets to the allocations of a job.
@@ -26,13 +27,14 @@
 //! ```
 //!
 //! `docs/trace-format.md`, `docs/layout.md` and `docs/plan-format.md` specify the formats. Readers validate everything
-//! that the text alone determines ([`LineError`], [`Inconsistency`], [`LayoutTextError`](layout::LayoutTextError),
-//! [`PlanTextError`](plan::PlanTextError)). Writers reject whatever a reader would reject.
+//! that can be checked from the text alone ([`LineError`], [`Inconsistency`],
+//! [`LayoutTextError`](layout::LayoutTextError), [`PlanTextError`](plan::PlanTextError)). Writers reject whatever a
+//! reader would reject.
 //!
 //! # Implementation
-//! `text/` splits lines into fields, for all formats. `trace/`, `layout/` and `plan/` each have a file for a single
-//! line, one for the state from earlier lines, one for the reader and one for the writer. `replay.rs` builds on
-//! `trace/` and `plan/`.
+//! `text/` splits lines into fields, for all formats. `trace/`, `layout/` and `plan/` each have one file for a single
+//! line, one for the state that earlier lines determine, one for the reader and one for the writer. `replay.rs` builds
+//! on `trace/` and `plan/`.
 #![forbid(unsafe_code)]
 
 pub mod layout;

@@ -1,4 +1,4 @@
-//! Plans as text: a plan is computed once, written to a file, and followed by other processes.
+//! Plans as text: one process computes a plan and writes it to a file, and other processes follow it.
 //!
 //! [`symmalloc_core::plans`] defines plans and their semantics; `docs/plan-format.md` specifies the format.
 //!

@@ -1,12 +1,12 @@
 //! Replay: executes recorded ops on an allocator.
 //!
 //! A [`Program`] is a list of ops whose allocations are renumbered 0, 1, 2, ... in order of creation, so that many ranks can share one
-//! program and each keeps a dense table of handles. A [`Replay`] is one rank's run of it. Tests, fuzz inputs, benchmarks and recorded jobs
-//! all run through this module.
+//! program, and each rank keeps a dense table of handles. A [`Replay`] is the run of a program on one rank. Tests, fuzz inputs, benchmarks
+//! and recorded jobs all run through this module.
 //!
-//! A run may follow [plans](crate::plan), in pools configured as the plans require. Each [pass](Replay::begin_pass) of the program is then
-//! one step of every pool, unless the program contains `begin_step` and `end_step` ops. A pool cannot sleep within a step, so a pass of a
-//! pool that sleeps is several steps, whose keys are 0, 1, 2, ...:
+//! A run may follow [plans](crate::plan), in pools that are configured as the plans require. If the program contains no `begin_step` and
+//! `end_step` ops, each [pass](Replay::begin_pass) of the program is one step of every pool. A pool cannot sleep within a step, so in a
+//! pool that sleeps, each pass is several steps, whose keys are 0, 1, 2, ...:
 //!
 //! ```text
 //! pass   ├──── key 0 ────┤ sleep   wake ├──── key 1 ────┤
@@ -33,26 +33,27 @@ use symmalloc_core::sleep::{Phase, SleepCause, SleepError};
 use symmalloc_core::work::Allowance;
 use symmalloc_core::{Allocation, Handle};
 
-/// Ops with dense allocation ids.
+/// The ops of a program, with dense allocation ids.
 #[derive(Clone, Debug, Default)]
 pub struct Program {
     ops: Vec<Op>,
     allocation_count: usize,
-    /// Names of named allocations, ascending by id.
+    /// Names of the allocations that have one, ascending by id.
     names: Vec<(AllocationId, Arc<str>)>,
-    /// Names of named requests that were refused, ascending by op index.
+    /// Names of the refused requests that have one, ascending by op index.
     refused_names: Vec<(usize, Arc<str>)>,
-    /// Frees that completed later in the recording, ascending by op index.
+    /// Frees that the recorded allocator completed later, ascending by op index.
     pending: Vec<(usize, Pending)>,
     /// Placements of revived allocations, ascending by id.
     revived: Vec<(AllocationId, RevivedPlace)>,
 }
 
 impl Program {
-    /// Renumbers the allocations of recorded ops.
+    /// Creates a program from recorded ops, and renumbers their allocations.
     ///
     /// # Errors
-    /// Returns an error if an op names an allocation that does not exist yet, or creates one a second time.
+    /// Returns an error if an op refers to an allocation that does not exist yet, or creates an allocation a second
+    /// time.
     pub fn new<'a>(records: impl IntoIterator<Item = &'a Record>) -> Result<Self, ReplayError> {
         let mut program = Program::default();
         let mut dense = DenseIds::default();
@@ -87,7 +88,7 @@ impl Program {
         &self.ops
     }
 
-    /// Returns the program with other settings of a pool that it creates.
+    /// Returns the program, with the settings of one of the pools that it creates replaced by `settings`.
     #[must_use]
     pub fn with_pool_config(mut self, pool: PoolId, settings: &PoolConfig) -> Self {
         for op in &mut self.ops {
@@ -117,21 +118,21 @@ impl Program {
         groups
     }
 
-    /// Returns `true` if the program marks the beginnings of its steps.
+    /// Returns `true` if the program marks where its steps begin.
     pub fn has_steps(&self) -> bool {
         self.ops.iter().any(|op| matches!(op, Op::BeginStep { .. }))
     }
 
-    /// Returns the name of an allocation.
+    /// Returns the name that the program gave an allocation, if any.
     #[inline]
     pub fn name(&self, id: AllocationId) -> Option<&str> {
         self.shared_name(id).map(|name| &**name)
     }
 
-    /// Returns the name of an allocation, which all allocations with this name share.
+    /// Returns the name of an allocation as a shared string: all allocations with the same name use one `Arc`.
     #[inline]
     pub fn shared_name(&self, id: AllocationId) -> Option<&Arc<str>> {
-        // Most programs name all their allocations, or none.
+        // In most programs, either all allocations have names, or none.
         let at = match self.names.get(id.index()) {
             Some((of, _)) if *of == id => id.index(),
             _ => self.names.binary_search_by_key(&id, |(id, _)| *id).ok()?,
@@ -139,54 +140,54 @@ impl Program {
         Some(&self.names[at].1)
     }
 
-    /// Returns the name of the request that this [`Op::Refuse`] shows as refused.
+    /// Returns the name of the refused request, given the index of its [`Op::Refuse`].
     pub fn refused_name(&self, op: usize) -> Option<&str> {
         let at = self.refused_names.binary_search_by_key(&op, |(op, _)| *op).ok()?;
         Some(&self.refused_names[at].1)
     }
 
-    /// Returns the placement at which the program revived an allocation, if it did.
+    /// Returns the placement and block size with which the program revived an allocation, if it did.
     #[inline]
     pub fn revived(&self, id: AllocationId) -> Option<RevivedPlace> {
         let at = self.revived.binary_search_by_key(&id, |(id, _)| *id).ok()?;
         Some(self.revived[at].1)
     }
 
-    /// Returns `true` if the recording states when frees that waited for other streams were completed.
+    /// Returns `true` if the recording states when frees that waited for another stream were completed.
     pub fn has_pending(&self) -> bool {
         !self.pending.is_empty()
     }
 
-    /// Returns the program without the recording's notes about pending frees.
+    /// Returns the program without the recorded durations of pending frees.
     #[must_use]
     pub fn without_pending(mut self) -> Self {
         self.pending.clear();
         self
     }
 
-    /// Returns the time between the free by this op and its completion in the recorded allocator, if the recording
-    /// states it. A replay always frees at once.
+    /// Returns the time between the free at this op index and its completion in the recorded allocator, if the
+    /// recording states it. A replay always frees immediately.
     pub fn pending(&self, op: usize) -> Option<Pending> {
         let at = self.pending.binary_search_by_key(&op, |(op, _)| *op).ok()?;
         Some(self.pending[at].1)
     }
 }
 
-/// The numbers of allocations by their recorded ids. Most recordings count them upwards, and need no tree.
+/// Maps recorded allocation ids to dense numbers. Most recordings count ids upward, so their ids need no tree.
 #[derive(Debug, Default)]
 struct DenseIds {
-    /// Ids in ascending order with their numbers.
+    /// Ids that were higher than all earlier ones, in ascending order, with their numbers.
     ascending: Vec<(AllocationId, AllocationId)>,
-    /// The other ids.
+    /// All other ids.
     others: BTreeMap<AllocationId, AllocationId>,
 }
 
 impl DenseIds {
-    /// Numbers the next allocation. Returns `None` if the id has a number.
+    /// Numbers the next allocation. Returns `None` if the id already has a number.
     fn add(&mut self, id: AllocationId) -> Option<AllocationId> {
         let next = AllocationId((self.ascending.len() + self.others.len()) as u64);
         if self.ascending.last().is_none_or(|(last, _)| *last < id) {
-            // The other ids are lower than an earlier ascending one.
+            // Such an id is new, because every id in `others` is lower than some id in `ascending`.
             self.ascending.push((id, next));
             return Some(next);
         }
@@ -199,7 +200,7 @@ impl DenseIds {
 
     /// Returns the number of an allocation.
     fn of(&self, id: AllocationId) -> Option<AllocationId> {
-        // Without gaps, the ids are positions.
+        // If the ids have no gaps, their positions follow from the first one.
         let (first, _) = self.ascending.first()?;
         let at = usize::try_from(id.0.wrapping_sub(first.0)).ok();
         if let Some((of, number)) = at.and_then(|at| self.ascending.get(at))
@@ -214,18 +215,18 @@ impl DenseIds {
     }
 }
 
-/// One rank's run of a [`Program`].
+/// The run of a [`Program`] on one rank.
 #[derive(Debug)]
 pub struct Replay<'a, B: Backend, L: Lock> {
     allocator: &'a generic::Allocator<B, L>,
     program: &'a Program,
-    /// Handles of the live allocations, by dense id.
+    /// Handles of the live allocations, by dense allocation id.
     live: Vec<Option<Handle>>,
-    /// The allocator's pool for each pool of the program; `None` once destroyed.
+    /// The allocator's pool for each pool of the program; `None` once the pool is destroyed.
     pools: Vec<Option<PoolId>>,
-    /// The allocator's observer for each observer of the program; `None` once forgotten.
+    /// The allocator's observer for each observer of the program; `None` once the observer is forgotten.
     observers: Vec<Option<ObserverId>>,
-    /// The allocator's pools with an open step.
+    /// The allocator's pools that have an open step.
     open_steps: Vec<PoolId>,
     /// Number of sleeps in this pass, by the allocator's pool.
     sleeps: BTreeMap<PoolId, u64>,
@@ -244,7 +245,7 @@ struct Following<'a> {
 }
 
 impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
-    /// Creates a run on an allocator that no other run uses at the same time.
+    /// Creates a run. No other run may use the allocator at the same time.
     pub fn new(allocator: &'a generic::Allocator<B, L>, program: &'a Program) -> Self {
         let live = vec![None; program.allocation_count()];
         Replay {
@@ -261,8 +262,8 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         }
     }
 
-    /// Creates a run that follows plans, on an allocator with their configuration. Registers all streams of the program and adopts the
-    /// plans of the default pool. The plans of other pools are adopted when the program creates those pools.
+    /// Creates a run that follows plans. The allocator must have their configuration. Registers all streams of the program, and adopts the
+    /// plans of the default pool. The plans of each further pool are adopted when the program creates the pool.
     ///
     /// # Errors
     /// Returns an error if a plan cannot be adopted, or there are too many streams.
@@ -281,18 +282,18 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         Ok(replay)
     }
 
-    /// Replaces the work that the program may do; see [`StepError::TooMuchWork`].
+    /// Replaces the limit on the work that the program may cause; see [`StepError::TooMuchWork`].
     #[must_use]
     pub fn with_allowance(mut self, allowance: Allowance) -> Self {
         self.allowance = allowance;
         self
     }
 
-    /// Starts another pass of the program. Call it before every pass. Wakes the pools that the previous pass left
-    /// asleep. If a limit prevents that, it first releases the free memory of all pools.
+    /// Starts the next pass of the program. Call it before every pass, including the first. It wakes the pools that the
+    /// previous pass left asleep. If a limit keeps a pool from waking, it first releases the free memory of all pools.
     ///
     /// # Errors
-    /// Returns an error if a step of the default pool is open, or a pool does not wake.
+    /// Returns an error if a step of the default pool is open, or a pool cannot be woken.
     pub fn begin_pass(&mut self) -> Result<(), StepError> {
         for pool in std::mem::take(&mut self.sleeps).into_keys() {
             // A destroyed pool no longer sleeps.
@@ -308,7 +309,7 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         self.planned
     }
 
-    /// Returns the allocator's pool for a pool of the program; `None` while it does not exist.
+    /// Returns the allocator's pool for a pool of the program; `None` while the pool does not exist.
     pub fn pool_of(&self, pool: PoolId) -> Option<PoolId> {
         self.pools.get(pool.index()).copied().flatten()
     }
@@ -363,13 +364,14 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         Ok(())
     }
 
-    /// Executes one op of the program. Returns the allocation that it made.
+    /// Executes one op of the program. Returns the allocation, if the op made one.
     ///
-    /// Reuses streams, pools and observers that already exist from an earlier pass of the program.
+    /// Reuses streams, pools and observers that an earlier pass of the program created.
     ///
     /// # Errors
-    /// Returns an error if the allocator rejects the op, or the op names an allocation that is not live. The run can continue.
-    /// Also returns an error if the program has taken too much work so far ([`StepError::TooMuchWork`]); the op was executed.
+    /// Returns an error if the allocator rejects the op, or the op refers to an allocation that is not live. The run can then continue.
+    /// Also returns an error if the program has caused too much work so far ([`StepError::TooMuchWork`]); in this case, the op was
+    /// executed.
     #[inline(always)]
     pub fn step(&mut self, op: &Op) -> Result<Option<Allocation>, StepError> {
         let mut allowance = self.allowance;
@@ -406,8 +408,8 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         Ok(None)
     }
 
-    /// Revives an allocation at the placement that the program recorded. Returns `None` if that placement is not free on this allocator,
-    /// because its configuration differs from the recorded one or because it follows a plan.
+    /// Revives an allocation at its recorded placement. Returns `None` if this placement is not free on this allocator, because its
+    /// configuration differs from the recorded one or because it follows a plan.
     #[cold]
     fn revive(&mut self, op: &Op, pool: PoolId, place: RevivedPlace) -> Result<Option<Allocation>, StepError> {
         let Op::Allocate { id, stream, size_bytes, .. } = *op else { return Ok(None) };
@@ -477,7 +479,7 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
                 let pool = self.pool(*pool)?;
                 self.end_step_of_pass(pool)?;
                 *self.sleeps.entry(pool).or_default() += 1;
-                // `sleep` would reject a pool with observers.
+                // `sleep` would reject a pool that has observers.
                 self.allocator.quiesce(pool, *contents)?.unmap()?;
             }
             Op::Wake { pool } => {
@@ -514,7 +516,7 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         Ok(())
     }
 
-    /// Creates a pool with the id that it has in the program, or with the next one if that id was used before.
+    /// Creates a pool with the id that it has in the program, or with the next id if that one was used before.
     fn create_pool(&self, id: PoolId, config: &PoolConfig) -> Result<PoolId, StepError> {
         if id.0 != self.allocator.pool_count()
             && let Ok(made) = self.allocator.create_pool_with_key(id, config.clone())
@@ -524,7 +526,7 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         Ok(self.allocator.create_pool(config.clone())?)
     }
 
-    /// Resets a pool of the allocator. In a recording, all allocations of the pool have been freed before.
+    /// Resets a pool of the allocator. A recording frees all allocations of a pool before it resets the pool.
     fn reset_pool(&mut self, pool: PoolId) -> Result<(), StepError> {
         if self.allocator.reset_pool(pool)?.allocations > 0 {
             let allocator = self.allocator;
@@ -533,7 +535,7 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         Ok(())
     }
 
-    /// Repeats the program's wait on the device, and notifies the allocator.
+    /// Makes a stream wait for another on the device, as the program did, and notifies the allocator.
     fn wait(&self, stream: StreamId, on: StreamId) -> Result<(), StepError> {
         self.known(stream)?;
         self.known(on)?;
@@ -550,7 +552,8 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         if u32::from(stream.0) < streams { Ok(()) } else { Err(UnknownError::Stream { stream, streams }) }
     }
 
-    /// Executes the whole program, up to the first error. Passes each allocation, with its dense id, to `placed`.
+    /// Executes the whole program, and stops at the first error. Passes each allocation, with its dense id, to
+    /// `placed`.
     ///
     /// # Errors
     /// Returns the first error, with the index of its op.
@@ -568,11 +571,11 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         Ok(())
     }
 
-    /// Adopts an allocation that the program made before this run, on a restored rank. The caller must first execute
-    /// the ops that create streams and pools, because the allocation is restored into them.
+    /// Adopts an allocation that the program made before this run, on a restored rank. The caller must already have
+    /// executed the ops that create the allocation's stream and pool.
     ///
     /// # Panics
-    /// Panics if the program makes no such allocation.
+    /// Panics if the program does not make an allocation with this id.
     pub fn adopt(&mut self, id: AllocationId, handle: Handle) {
         self.live[id.0 as usize] = Some(handle);
     }
@@ -582,10 +585,10 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         self.live.get(id.0 as usize).copied().flatten()
     }
 
-    /// Frees the allocations that the program left live, in order of creation, and ends the open steps.
+    /// Frees the allocations that the program left live, in order of creation, and ends all open steps.
     ///
     /// # Errors
-    /// Returns an error if the driver cannot fence a use. Another call can free the remaining allocations.
+    /// Returns an error if the driver cannot fence a use. A second call can free the remaining allocations.
     pub fn free_all(&mut self) -> Result<(), FreeError> {
         for live in &mut self.live {
             if let Some(handle) = *live {

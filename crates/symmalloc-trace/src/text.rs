@@ -5,8 +5,8 @@
 //! name   = '"' { character | escape } '"'
 //! ```
 //!
-//! A reader holds one line of bounded length. Every error names the line (from 1) and, where useful, the column (the byte within the line,
-//! from 1).
+//! A reader holds one line, whose length is bounded. Every error names the line (from 1) and, where useful, the column (the byte within the
+//! line, from 1).
 
 mod document;
 mod error;

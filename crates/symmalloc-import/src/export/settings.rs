@@ -1,4 +1,4 @@
-//! The allocator's settings, in the form of PyTorch's snapshot.
+//! The allocator's settings, in the form that PyTorch's snapshots use.
 
 use std::io::{self, Write};
 
@@ -6,7 +6,7 @@ use symmalloc_core::config::{Config, SegmentPolicy};
 
 use crate::pickle::PickleWriter;
 
-/// Writes `allocator_settings`. PyTorch settings without a counterpart are stated as off.
+/// Writes `allocator_settings`. PyTorch settings that have no counterpart here are written as turned off.
 pub(super) fn write<W: Write>(pickle: &mut PickleWriter<W>, config: &Config) -> io::Result<()> {
     let pool = config.default_pool();
     pickle.text("allocator_settings")?;

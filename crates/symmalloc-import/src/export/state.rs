@@ -1,6 +1,7 @@
 //! The segments and blocks of a snapshot.
 //!
-//! PyTorch calls each contiguous range of mapped memory a segment, so an expandable segment with holes becomes several:
+//! PyTorch calls each contiguous range of mapped memory a segment, so an expandable segment with holes is exported as
+//! several segments:
 //!
 //! ```text
 //! ours      ┌─ block ─┬─ block ─┐╌╌ hole ╌╌┌─ block ─┐
@@ -22,7 +23,7 @@ use crate::rerun::MemoryChange;
 /// Size of PyTorch's segments for small requests, in bytes.
 const SMALL_SEGMENT_BYTES: u64 = 2 * MIB;
 
-/// The stream for which each range of memory was obtained, by address.
+/// The stream for which each range of memory was obtained, by the range's address.
 #[derive(Default)]
 pub(super) struct Origins(BTreeMap<DeviceAddress, StreamId>);
 
@@ -135,7 +136,7 @@ impl<W: Write> SnapshotWriter<'_, W> {
 }
 
 fn stretches_of(segment: &SegmentSnapshot) -> impl Iterator<Item = Stretch<'_>> {
-    // Memory mapped at several addresses is shown once, at the address where it is in use or free.
+    // Memory that is mapped at several addresses appears once, at the address where it is in use or free.
     let is_elsewhere =
         |block: &BlockSnapshot| matches!(block.state, BlockStateSnapshot::Hole | BlockStateSnapshot::Elsewhere);
     let mapped = segment.blocks.split(is_elsewhere).filter(|blocks| !blocks.is_empty());

@@ -4,18 +4,19 @@
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ExportSummary {
-    /// Entries of the trace.
+    /// Number of entries in the trace.
     pub entries: u64,
-    /// Allocations of at least one byte.
+    /// Number of allocations of at least one byte.
     pub allocations: u64,
-    /// Requests that a limit refused, or that the recording shows as refused.
+    /// Number of requests that a limit refused, or that the recording shows as refused.
     pub refused: u64,
-    /// Frees whose memory stayed in use for a while, as recorded.
+    /// Number of frees whose memory stayed in use for a while, as the recording states.
     pub pending_frees: u64,
-    /// Segments live at the end, in PyTorch's sense: one per contiguous range of mapped memory.
+    /// Number of segments that are live at the end. As in PyTorch, each contiguous range of mapped memory is one
+    /// segment.
     pub segments: u64,
-    /// Blocks of these segments.
+    /// Number of blocks in these segments.
     pub blocks: u64,
-    /// Ops without an entry, because PyTorch has no such call.
+    /// Number of ops without an entry, because PyTorch has no corresponding call.
     pub ops_without_entry: u64,
 }

@@ -1,4 +1,4 @@
-//! The entries of a snapshot, and the state that all parts share.
+//! The entries of a snapshot, and the state that all parts of the writer share.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io::{self, Write};
@@ -14,17 +14,17 @@ use super::summary::ExportSummary;
 use crate::pickle::{Memo, PickleWriter};
 use crate::rerun::{Happened, Live, MemoryChange, Moment};
 
-/// A writer of the parts of a snapshot, in sequence.
+/// Writes the parts of a snapshot, one after the other.
 pub(super) struct SnapshotWriter<'a, W> {
     pub(super) pickle: PickleWriter<W>,
-    /// By op of a request that the recording shows as refused: bytes that were free on the device.
+    /// Bytes that were free on the device at each request that the recording shows as refused, by op index.
     device_free_bytes: &'a BTreeMap<usize, u64>,
-    /// Frames already written. Looked up only.
+    /// Frames that were already written. Never iterated.
     frames: HashMap<(PoolId, Box<str>), Memo>,
     no_frames: Option<Memo>,
-    /// Names already written. Looked up only.
+    /// Names that were already written. Never iterated.
     names: HashMap<Box<str>, Memo>,
-    /// Freed memory that is still in use.
+    /// Freed memory whose free is still pending, so that it is still in use.
     pub(super) pending: BTreeSet<DeviceAddress>,
     pub(super) summary: ExportSummary,
 }
@@ -66,7 +66,8 @@ impl<'a, W: Write> SnapshotWriter<'a, W> {
         Ok(self.summary)
     }
 
-    /// Writes the entries of one op: memory changes precede an allocation and follow any other op.
+    /// Writes the entries of one op. Memory changes come before the entry of an allocation or a refused request, and
+    /// after the entries of any other op.
     pub(super) fn moment(&mut self, moment: &Moment<'_>, program: &Program) -> io::Result<()> {
         let number = moment.number;
         let named = |live: &Live| program.name(live.id).map(|name| (live.heap.pool, name));
@@ -116,7 +117,8 @@ impl<'a, W: Write> SnapshotWriter<'a, W> {
         self.memory(moment.memory, number, None)
     }
 
-    /// Writes a failed request: its bytes and its stream. Memory that it obtained or released precedes it.
+    /// Writes the entry of a refused request, with its bytes and its stream. Entries for memory that the request
+    /// obtained or released come first.
     fn refused(
         &mut self,
         moment: &Moment<'_>,
@@ -183,7 +185,8 @@ impl<'a, W: Write> SnapshotWriter<'a, W> {
         self.pickle.integer(number)
     }
 
-    /// Writes a name verbatim. Its first occurrence is spelled out, because the reader keeps only such text.
+    /// Writes a name verbatim. The first occurrence is written in full rather than fetched from the memo, because the
+    /// reader keeps only text that is written in full.
     fn name(&mut self, name: &str) -> io::Result<()> {
         match self.names.get(name) {
             Some(memo) => self.pickle.fetch(*memo),
@@ -195,7 +198,7 @@ impl<'a, W: Write> SnapshotWriter<'a, W> {
         }
     }
 
-    /// Writes the field `frames`: a name as a stack of one function.
+    /// Writes the field `frames`: the name becomes a stack with one function.
     pub(super) fn frames(&mut self, name: Option<(PoolId, &str)>) -> io::Result<()> {
         self.pickle.text("frames")?;
         let Some((pool, name)) = name else {
@@ -214,7 +217,7 @@ impl<'a, W: Write> SnapshotWriter<'a, W> {
         }
         self.pickle.open_list()?;
         self.pickle.open_dict()?;
-        // PyTorch's tools treat a stack as a line with semicolons.
+        // PyTorch's tools treat a stack as one line in which semicolons separate the frames.
         let clean = |text: &str| text.replace(|c: char| c.is_control() || c == ';', " ");
         let (file, line, function) = python_frame(name).map_or_else(
             || (pool.to_string(), 0, clean(name)),
@@ -233,8 +236,8 @@ impl<'a, W: Write> SnapshotWriter<'a, W> {
     }
 }
 
-/// Splits the name of a Python frame, as imports and recordings under PyTorch write it (`model/block.py:12 make`), into file, line and
-/// function.
+/// Splits the name of a Python frame (`model/block.py:12 make`) into file, line and function. Imports, and recordings under PyTorch, write
+/// such names.
 fn python_frame(name: &str) -> Option<(&str, u64, &str)> {
     let (place, function) = name.split_once(".py:")?;
     let (line, function) = function.split_once(' ')?;

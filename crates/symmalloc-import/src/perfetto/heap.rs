@@ -1,4 +1,4 @@
-//! The counters of a heap, thinned: each point is the highest value of several consecutive ops.
+//! The counters of a heap. They are thinned: each point is the highest value of several consecutive ops.
 //!
 //! ```text
 //!  present      ▁▂▇▂▁▁ | ▁▁▁▁▁▁ |          written after every N ops,
@@ -24,7 +24,7 @@ const NAMES: [&str; 3] = ["live", "allocated", "reserved"];
 #[derive(Clone, Copy, Debug, Default)]
 struct Level {
     present: u64,
-    /// Highest value after any op since the last point.
+    /// Highest value at the end of any op since the last point.
     highest: u64,
     written: Option<u64>,
 }
@@ -33,12 +33,12 @@ struct Level {
 #[derive(Debug)]
 pub(super) struct HeapTrack {
     pub(super) owner: HeapId,
-    /// `true` if a counter changed, or differs from its last written value.
+    /// `true` if a counter has changed, or if its value differs from the last one written.
     pub(super) has_changed: bool,
     levels: [Level; 3],
 }
 
-/// Returns the words for a heap that reports and pictures use.
+/// Returns the description of a heap for reports and pictures.
 pub(crate) fn heap_words(heap: HeapId) -> String {
     match heap.group {
         StreamGroup::One(stream) => format!("pool {}, stream {}", heap.pool.0, stream.0),
@@ -56,18 +56,18 @@ impl HeapTrack {
         heap_words(self.owner)
     }
 
-    /// Adds or subtracts bytes.
+    /// Adds bytes to a counter, or subtracts them.
     pub(super) fn add(&mut self, counter: Quantity, is_more: bool, bytes: u64) {
         let level = &mut self.levels[counter as usize];
         level.present = if is_more { level.present + bytes } else { level.present - bytes };
     }
 
-    /// Records the current values at the end of an op.
+    /// Updates the highest values at the end of an op.
     pub(super) fn settle(&mut self) {
         self.levels.iter_mut().for_each(|level| level.highest = level.highest.max(level.present));
     }
 
-    /// Returns the counters to write now.
+    /// Returns the counters that must be written now, with their values.
     pub(super) fn take_points(&mut self) -> impl Iterator<Item = (&'static str, u64)> {
         let levels = &mut self.levels;
         let points = std::array::from_fn::<_, 3, _>(|counter| {

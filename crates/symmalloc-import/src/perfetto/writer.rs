@@ -1,17 +1,18 @@
-//! Writer for Chrome's trace events in JSON, sorted by time except for the names of processes, which have no time.
+//! Writer for Chrome trace events in JSON. The events are sorted by time, except for the names of processes, which have
+//! no time.
 
 use std::fmt::{self, Display, Write as _};
 use std::io::{self, Write};
 use symmalloc_core::AllocationId;
 
-/// Writes `{"traceEvents":[..], ..}`.
+/// Writes the JSON object `{"traceEvents":[..], ..}`.
 pub(super) struct EventWriter<W> {
     sink: W,
     /// Separator before the next event.
     separator: &'static str,
 }
 
-/// Arguments of an event: the inside of a JSON object.
+/// Arguments of an event: the contents of a JSON object, without its braces.
 #[derive(Debug, Default)]
 pub(super) struct Args(String);
 
@@ -41,7 +42,7 @@ impl<W: Write> EventWriter<W> {
         Ok(EventWriter { sink, separator: "\n" })
     }
 
-    /// Names a process and sorts it after those with lower numbers.
+    /// Names a process, and sorts it after the processes with lower numbers.
     pub(super) fn process(&mut self, process: usize, name: &str) -> io::Result<()> {
         let name = Text(name);
         self.event(format_args!(r#""ph":"M","pid":{process},"name":"process_name","args":{{"name":{name}}}"#))?;

@@ -4,7 +4,7 @@ use std::io;
 
 use symmalloc_core::units::Amount;
 
-/// Error reading a pickle. Offsets count decompressed bytes from the start of the pickle.
+/// Error reading a pickle. Offsets are in decompressed bytes from the start of the pickle.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PickleError {
@@ -25,9 +25,9 @@ pub enum PickleError {
     /// The protocol is not one of 2 to 5.
     #[error("the file does not start like a pickle of protocol 2 to 5 (found byte {first:#04x}, then {second:#04x})")]
     Protocol {
-        /// The first byte; 0x80 in a pickle.
+        /// The first byte. In a pickle, it is 0x80.
         first: u8,
-        /// The second byte; the protocol in a pickle.
+        /// The second byte. In a pickle, it is the protocol.
         second: u8,
     },
     /// The pickle contains an opcode that imports, calls or loads something. The reader rejects these opcodes.
@@ -55,13 +55,13 @@ pub enum PickleError {
         /// Offset of the opcode.
         offset: u64,
     },
-    /// An opcode adds items to a value of another kind, or adds half a pair.
+    /// An opcode adds items to a value that cannot contain them, or adds half of a key-value pair.
     #[error("the pickle adds items to something that cannot take them, at byte {offset}: the file is damaged")]
     WrongContainer {
         /// Offset of the opcode.
         offset: u64,
     },
-    /// A memo index under which nothing was stored.
+    /// An opcode reads a memo index under which nothing was stored.
     #[error("the pickle fetches memo {index}, which it never stored, at byte {offset}: the file is damaged")]
     NotInMemo {
         /// The index.
@@ -69,10 +69,10 @@ pub enum PickleError {
         /// Offset of the opcode.
         offset: u64,
     },
-    /// A memo index far beyond all earlier ones. Every known writer counts up.
+    /// A memo index is far above all earlier ones. All known writers count up.
     #[error("the pickle stores memo {index} after only {stored} others, at byte {offset}: the file is damaged")]
     MemoGap {
-        /// The index.
+        /// The memo index.
         index: u32,
         /// Number of memo entries.
         stored: u64,
@@ -103,7 +103,7 @@ pub enum PickleError {
         /// Offset of the first extra byte.
         offset: u64,
     },
-    /// The parts kept of the pickle exceed the caller's memory limit.
+    /// The kept parts of the pickle exceed the caller's memory limit.
     #[error(
         "the pickle needs more than {} of memory at byte {offset}: raise the limit if you trust the file",
         Amount(*limit_bytes)
@@ -111,7 +111,7 @@ pub enum PickleError {
     TooLarge {
         /// The limit.
         limit_bytes: u64,
-        /// Offset that the reader reached.
+        /// Offset that the reader had reached.
         offset: u64,
     },
 }

@@ -1,7 +1,7 @@
 //! Buffered input for a pickle, which tracks its offset.
 //!
-//! The machine reads some 40 million tiny pieces from a file of 100 MB, so this type has its own buffer and accesses the source only to
-//! refill it. It never trusts lengths in the file: [`Input::skip`] walks over the data, and nothing is allocated for a stated length.
+//! The reader takes some 40 million tiny pieces from a file of 100 MB. This type therefore has its own buffer and accesses the source only
+//! to refill it. It never trusts lengths in the file: [`Input::skip`] walks over the data, and no memory is allocated for a stated length.
 
 use std::io::{self, Read};
 
@@ -13,11 +13,11 @@ const BUFFER_BYTES: usize = 64 << 10;
 pub(super) struct Input<R> {
     source: R,
     buffer: Box<[u8]>,
-    /// Index of the next byte to return. `next <= end <= buffer.len()`.
+    /// Index in the buffer of the next byte to return. `next <= end <= buffer.len()`.
     next: usize,
     /// End of the data in the buffer.
     end: usize,
-    /// Offset in the source of `buffer[0]`.
+    /// Offset of `buffer[0]` in the source.
     buffer_offset: u64,
 }
 
@@ -65,7 +65,7 @@ impl<R: Read> Input<R> {
         Ok(byte)
     }
 
-    /// Fills `out`.
+    /// Fills `out` with the next bytes.
     #[inline]
     pub(super) fn fill(&mut self, out: &mut [u8]) -> Result<(), PickleError> {
         if let Some(bytes) = self.buffer[self.next..self.end].get(..out.len()) {
@@ -108,7 +108,7 @@ impl<R: Read> Input<R> {
 mod tests {
     use super::*;
 
-    /// A source that returns one byte at a time, so that every piece crosses a refill.
+    /// A source that returns one byte at a time, so that every piece requires a refill.
     struct Trickle<'a>(&'a [u8]);
 
     impl Read for Trickle<'_> {

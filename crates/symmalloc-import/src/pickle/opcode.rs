@@ -1,6 +1,6 @@
-//! The opcodes of pickle protocols 2 to 5, after CPython's `pickletools`.
+//! The opcodes of pickle protocols 2 to 5, as defined by CPython's `pickletools`.
 //!
-//! Opcodes that only protocols 0 and 1 write are omitted. Those that import, call or load objects appear by name only, for error messages.
+//! Opcodes that only protocols 0 and 1 use are omitted. Opcodes that import, call or load objects appear only by name, for error messages.
 
 pub(super) const PROTO: u8 = 0x80;
 pub(super) const FRAME: u8 = 0x95;

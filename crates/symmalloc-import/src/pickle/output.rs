@@ -1,7 +1,7 @@
-//! Writer for pickles of dicts, lists, numbers and text, in protocol 2, which every Python 3 and PyTorch's own reader accept.
+//! Writer for pickles of dicts, lists, numbers and text. It writes protocol 2, which every Python 3 and PyTorch's own reader accept.
 //!
-//! Repeated text and values are written once and then fetched from the memo, so a million trace entries do not spell out `free_requested` a
-//! million times. The output depends on the calls alone: equal calls produce equal bytes.
+//! Repeated text and values are written once and then fetched from the memo, so that a million trace entries do not contain
+//! `free_requested` a million times. The output depends only on the calls: equal calls produce equal bytes.
 
 use std::collections::HashMap;
 use std::io::{self, Write};
@@ -11,17 +11,17 @@ use super::opcode;
 /// Batch size of Python's own writer.
 const BATCH_ITEMS: usize = 1000;
 
-/// Reference to a value in the memo.
+/// A reference to a value in the memo.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Memo(u32);
 
 /// A pickle being written to `sink`.
 ///
-/// Dicts and lists are opened, filled (a dict with a key before each value) and closed.
+/// Dicts and lists are opened, filled and closed. In a dict, each value follows its key.
 pub(crate) struct PickleWriter<W> {
     sink: W,
     memo_count: u32,
-    /// Text already written. Looked up only.
+    /// Text that was already written. Never iterated.
     texts: HashMap<Box<str>, Memo>,
 }
 
@@ -53,8 +53,8 @@ impl<W: Write> PickleWriter<W> {
         self.sink.write_all(&[opcode::APPENDS])
     }
 
-    /// Starts an item of a list, given the number of items before it. Call it before each item: it splits long lists into batches, as
-    /// Python does, because the viewer's JavaScript cannot process a batch of many thousands.
+    /// Starts an item of a list. `number` is the number of items before it. Call it before each item, because it splits long lists into
+    /// batches, as Python does. The viewer's JavaScript cannot process a batch of many thousands.
     pub(crate) fn item(&mut self, number: usize) -> io::Result<()> {
         if number > 0 && number.is_multiple_of(BATCH_ITEMS) {
             self.sink.write_all(&[opcode::APPENDS, opcode::MARK])?;
@@ -80,8 +80,8 @@ impl<W: Write> PickleWriter<W> {
         Ok(())
     }
 
-    /// Writes text in full, even if it was written before, and makes it available for fetching. Readers that inspect only some of the text
-    /// then find it.
+    /// Writes text in full, even if it was written before, and makes it available for fetching. A reader that keeps text only after some
+    /// keys finds it this way.
     pub(crate) fn text_in_full(&mut self, text: &str) -> io::Result<Memo> {
         self.texts.remove(text);
         self.text(text)?;
@@ -100,7 +100,7 @@ impl<W: Write> PickleWriter<W> {
                 self.sink.write_all(&(number as u32).to_le_bytes())
             }
             _ => {
-                // The fewest bytes that hold the number and its sign.
+                // Uses the smallest number of bytes that hold the number and its sign.
                 let bytes = number.to_le_bytes();
                 let length =
                     9 - (number.leading_zeros().saturating_sub(1) / 8) as usize - usize::from(number >> 63 == 0);
@@ -141,7 +141,7 @@ impl<W: Write> PickleWriter<W> {
         Ok(Memo(memo))
     }
 
-    /// Fetches a value from the memo. The result is the same object, not an equal one.
+    /// Fetches a value from the memo. The result is the same object rather than a copy.
     pub(crate) fn fetch(&mut self, Memo(memo): Memo) -> io::Result<()> {
         match u8::try_from(memo) {
             Ok(short) => self.sink.write_all(&[opcode::BINGET, short]),

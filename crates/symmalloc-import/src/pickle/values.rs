@@ -1,19 +1,19 @@
-//! The kept parts of a pickle: dicts and lists, pruned to a vocabulary while they grow.
+//! The kept parts of a pickle: dicts and lists, which are pruned to a vocabulary while they grow.
 //!
-//! A snapshot with stack frames consists of 99 % stack frames, and its reader needs few keys. The caller therefore supplies a vocabulary of
-//! words, and
+//! In a snapshot with stack frames, 99 % of the data is stack frames, and the reader needs few of the keys. The caller therefore supplies a
+//! vocabulary of words, and
 //!
-//! * text outside of the vocabulary is [`Value::OtherText`]; floats, bytes, sets, `False` and `None` are [`Value::Nothing`]. [`Value::Text`]
-//!   holds other text only if it is spelled out as the value of selected words;
+//! * text outside of the vocabulary becomes [`Value::OtherText`]; floats, bytes, sets, `False` and `None` become [`Value::Nothing`]. Text
+//!   outside of the vocabulary is kept as [`Value::Text`] only if it is written in full as the value of selected words;
 //! * a dict keeps only the entries whose key is a word;
-//! * a list keeps lists, and those nonempty dicts that the caller selects. It counts all of its items ([`List::len`]), so a reader that
-//!   expects dicts can detect other items.
+//! * a list keeps all lists in it, and those nonempty dicts that the caller selects. It counts all of its items ([`List::len`]), so a
+//!   reader that expects dicts can detect items of a different kind.
 //!
-//! A stack frame thus takes no space once it is in its list, no matter how many lists share it.
+//! A stack frame therefore takes no space once it is in its list, regardless of how many lists share it.
 //!
-//! A caller that needs whole stacks keeps the leading frames of each list. PyTorch writes a separate list for each allocation, with frames
-//! that the lists share, so lists of equal content are stored once: each is compared with the earlier ones when it becomes the value of a
-//! selected word.
+//! A caller that needs whole stacks keeps the leading frames of each list. PyTorch writes a separate list for each allocation, and these
+//! lists share frames. Lists with equal contents are therefore stored once: when a list becomes the value of a selected word, it is
+//! compared with the earlier lists.
 //!
 //! ```text
 //! dicts   [ first ]──┐           fields, one chain per dict, at most one field per word
@@ -22,8 +22,8 @@
 //! ```
 //!
 //! All values are in arenas and referenced by index. A value can therefore contain itself, sharing needs no reference counts, and dropping
-//! needs no recursion. A list decides whether to keep a dict when the dict is added: it does not keep a dict that is added while empty and
-//! filled later, which occurs only in self-containing data.
+//! values needs no recursion. A list decides whether to keep a dict when the dict is added. It does not keep a dict that is still empty
+//! then and is filled later, which happens only in self-containing data.
 
 use std::collections::HashMap;
 use std::collections::hash_map::RandomState;
@@ -49,7 +49,7 @@ pub(crate) struct TextId(u32);
 /// A value, as far as it is kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Value {
-    /// A value that no snapshot reader needs.
+    /// A value that snapshot readers do not need.
     Nothing,
     /// `True`.
     True,
@@ -85,7 +85,7 @@ pub(crate) struct List {
     pub(crate) items: Vec<Item>,
     /// Total number of items, kept or not. `items.len() <= len`.
     pub(crate) len: u64,
-    /// Bit set of the [`Kept::First`] and [`Kept::Leading`] kinds of which the list already has a dict.
+    /// Bit set of kinds of [`Kept::First`] and [`Kept::Leading`]: those of which the list already has a dict.
     firsts: u8,
     /// Number of [`Kept::Leading`] dicts that the list does not keep.
     pub(crate) omitted: u32,
@@ -112,14 +112,14 @@ const NONE: u32 = u32::MAX;
 /// Decides whether lists keep a nonempty dict. Called once per dict, when it is first added to a list.
 pub(crate) type Keeps<'a> = &'a dyn Fn(&Values, DictId) -> Kept;
 
-/// Decision whether lists keep a dict.
+/// The decision whether lists keep a dict.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kept {
     /// Every list keeps the dict.
     Always,
     /// A list keeps the dict only if it has no other dict of this kind yet. The kind is below 8.
     First(u8),
-    /// A list keeps the dict while it has fewer than [`LEADING_MAX`] items, or if it is the first of its kind.
+    /// A list keeps the dict if it has fewer than [`LEADING_MAX`] items, or no dict of this kind yet.
     Leading(u8),
     /// No list keeps the dict.
     Never,
@@ -128,7 +128,7 @@ pub(crate) enum Kept {
 /// Number of items up to which a list keeps every [`Kept::Leading`] dict.
 pub(crate) const LEADING_MAX: usize = 256;
 
-/// Error of a full arena: 2^32 - 1 dicts, lists, fields or texts.
+/// Error: an arena is full. It contains 2^32 - 1 dicts, lists, fields or texts.
 pub(crate) struct ArenaFull;
 
 /// The arenas that hold all values.
@@ -136,22 +136,22 @@ pub(crate) struct ArenaFull;
 pub(crate) struct Values {
     /// First field of each dict, or `NONE`.
     dicts: Vec<u32>,
-    /// Decision whether lists keep each dict, once made.
+    /// The decision whether lists keep each dict; `None` until it is made.
     kept: Vec<Option<Kept>>,
     fields: Vec<Field>,
     lists: Vec<List>,
-    /// Number of items in all lists.
+    /// Total number of items in all lists.
     items: u64,
     texts: Vec<Box<str>>,
-    /// Bytes of all texts.
+    /// Total bytes of all texts.
     text_bytes: u64,
     shared: SharedLists,
 }
 
-/// Lists that are stored once per content.
+/// Lists that are stored only once for equal contents.
 #[derive(Default)]
 struct SharedLists {
-    /// One list of each content, by its hash. Never iterated.
+    /// One list for each content, by the hash of the content. Never iterated.
     by_hash: HashMap<u64, ListId>,
     /// The list that stands for each list compared so far. No list is compared twice, so the time is linear. Never iterated.
     originals: HashMap<ListId, ListId>,
@@ -179,7 +179,7 @@ impl Values {
         Ok(Value::Text(TextId(id)))
     }
 
-    /// Sets an entry of a dict if its key is a word.
+    /// Sets an entry of a dict, if the key is a word.
     pub(super) fn set(&mut self, dict: DictId, key: Value, value: Value) -> Result<(), ArenaFull> {
         let Value::Word(word) = key else { return Ok(()) };
         if let Some(field) = self.field_index(dict, word) {
@@ -192,7 +192,7 @@ impl Values {
         Ok(())
     }
 
-    /// Appends an item to a list. Keeps the item if it is a list or a dict that `keeps` selects.
+    /// Appends an item to a list. The list keeps the item if it is a list, or a dict that `keeps` selects.
     pub(super) fn append(&mut self, list: ListId, value: Value, keeps: Keeps<'_>) {
         let item = match value {
             Value::Dict(dict) if self.dicts[dict.0 as usize] != NONE && self.is_kept(list, dict, keeps) => {
@@ -227,8 +227,8 @@ impl Values {
         }
     }
 
-    /// Returns the list that stands for all lists of this content, and drops the items of a duplicate. Only kept items are
-    /// compared. The list must be complete: a later item of a duplicate is lost, which occurs only in self-containing data.
+    /// Returns the list that stands for all lists with this content, and drops the items of a duplicate. Only kept items are compared. The
+    /// list must be complete: if an item is later added to a duplicate, the item is lost. This happens only in self-containing data.
     pub(super) fn share(&mut self, list: ListId) -> ListId {
         if let Some(original) = self.shared.originals.get(&list) {
             return *original;
@@ -247,7 +247,7 @@ impl Values {
         original
     }
 
-    /// Returns the decision whether lists keep a dict, if a list has been asked to.
+    /// Returns the decision whether lists keep a dict; `None` if the dict was not yet added to a list.
     pub(crate) fn kept(&self, dict: DictId) -> Option<Kept> {
         self.kept[dict.0 as usize]
     }
@@ -265,7 +265,7 @@ impl Values {
         &self.lists[list.0 as usize]
     }
 
-    /// Returns the memory in use, in bytes. Spare capacity of the arenas can take as much again.
+    /// Returns the memory in use, in bytes. The spare capacity of the arenas can take as much again.
     pub(super) fn held_bytes(&self) -> u64 {
         let dicts = self.dicts.len() * (size_of::<u32>() + size_of::<Option<Kept>>());
         let fields = self.fields.len() * size_of::<Field>();
@@ -276,7 +276,7 @@ impl Values {
         (dicts + fields + lists + texts + shared) as u64 + self.items * size_of::<Item>() as u64 + self.text_bytes
     }
 
-    /// Walks the chain of a dict, in at most as many steps as the vocabulary has words.
+    /// Searches the chain of a dict for a word. This takes at most as many steps as the vocabulary has words.
     #[inline]
     fn field_index(&self, dict: DictId, word: Word) -> Option<usize> {
         let mut index = self.dicts[dict.0 as usize];

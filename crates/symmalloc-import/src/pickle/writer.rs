@@ -1,4 +1,5 @@
-//! A small pickle writer for tests: one method per opcode, so that tests can write both valid and invalid pickles.
+//! A small pickle writer for tests. It has one method per opcode, so that tests can write both valid and invalid
+//! pickles.
 
 use super::opcode;
 
@@ -47,7 +48,7 @@ impl Pickle {
         self.op(opcode::BINUNICODE).raw(&length.to_le_bytes()).raw(text.as_bytes())
     }
 
-    /// Appends an integer as PyTorch's C++ writer encodes it: always eight bytes.
+    /// Appends an integer as PyTorch's C++ writer encodes it: always in eight bytes.
     pub(crate) fn integer(self, integer: i64) -> Self {
         self.op(opcode::LONG1).raw(&[8]).raw(&integer.to_le_bytes())
     }

@@ -1,8 +1,8 @@
-//! The state before a trace begins: its live allocations and reserved memory.
+//! The state at the beginning of a trace: the live allocations and the reserved memory.
 //!
-//! A trace is a ring buffer: with `max_entries`, or if recording started late, it begins in the middle of a job. Allocations live at that
-//! point show in two ways: the trace frees them without having allocated them, or `segments`, the final state of the allocator, contains
-//! them.
+//! A trace is a ring buffer. With `max_entries`, or if recording started late, it begins in the middle of a job. Allocations that are live
+//! at this point can be recognized in two ways: the trace frees them without having allocated them, or `segments`, the final state of the
+//! allocator, contains them.
 //!
 //! ```text
 //! segments, at the end   ── minus memory the trace allocates and keeps ────────┐
@@ -10,10 +10,11 @@
 //! segments, at the end   ── minus memory the trace obtained, plus memory it released ─► reserved at the beginning
 //! ```
 //!
-//! `trace_alloc_overflowed` in `allocator_settings` marks a ring buffer that lost entries. PyTorch up to 2.15.0 does not write it.
+//! `trace_alloc_overflowed` in `allocator_settings` marks a trace that lost entries. PyTorch up to 2.15.0 does not write it.
 //!
-//! Neither source states the order of allocation. Allocations that the trace frees come first, in the order of their frees, which the
-//! program determines. The others follow by stream and size, never by address, because addresses differ between ranks.
+//! Neither source states the order of these allocations. The allocations that the trace frees come first, in the order of their frees,
+//! which the program determines. The remaining ones follow, sorted by pool, stream, size and name. They are not sorted by address, because
+//! addresses differ between ranks.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -36,11 +37,11 @@ pub(super) struct Lived {
     pub(super) size_bytes: u64,
     pub(super) name: Option<String>,
     pub(super) address: u64,
-    /// The list of the requesting frames.
+    /// The list of stack frames that requested the allocation.
     pub(super) frames: Option<ListId>,
 }
 
-/// A segment in the final state, or a range of one.
+/// A segment in the final state, or a part of one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct SegmentAtEnd {
     pub(super) start: u64,
@@ -58,20 +59,21 @@ pub(super) struct SegmentAtEnd {
 pub(super) struct Before {
     pub(super) lived: Vec<Lived>,
     pub(super) at_end: Vec<SegmentAtEnd>,
-    /// Peak of the reserved memory in bytes; `None` if the snapshot contains neither segments nor their creation.
+    /// Peak of the reserved memory in bytes; `None` if the snapshot shows neither segments nor their creation.
     pub(super) reserved_bytes_peak: Option<u64>,
     pools: SegmentPools,
 }
 
-/// The pools of the final segments, for older traces, whose entries do not name pools.
+/// The pools of the segments in the final state. Needed for older traces, whose entries do not name pools.
 #[derive(Debug, Default)]
 struct SegmentPools {
-    /// Segments by start: the end, the pool, and the number of the entry that obtained the segment.
+    /// By start of the segment: its end, its pool, and the number of the entry that obtained it.
     segments: BTreeMap<u64, (u64, RawPool, Option<u64>)>,
 }
 
 impl SegmentPools {
-    /// Returns the pool of an address at an entry. Memory at that address before the segment was obtained belonged to another pool.
+    /// Returns the pool of an address at an entry. If the segment was obtained only later, memory at this address belonged to a different
+    /// pool, and the default pool is returned.
     fn of(&self, address: Address, number: u64) -> RawPool {
         let below = self.segments.range(..=address.0).next_back();
         let segment =
@@ -81,7 +83,7 @@ impl SegmentPools {
 }
 
 impl Before {
-    /// Returns the pool of an entry: the one that it names, or else that of its segment.
+    /// Returns the pool of an entry: the pool that the entry names, or else the pool of its segment.
     pub(super) fn pool(&self, entry: &TraceEntry<'_>) -> Result<RawPool, SnapshotError> {
         let named = entry.pool()?;
         Ok(named.unwrap_or(self.pools.of(entry.address()?, entry.number)))
@@ -115,7 +117,7 @@ impl Before {
                 Some(Value::Word(ALLOC)) => _ = live.insert(entry.address()?),
                 Some(Value::Word(FREE_REQUESTED)) => {
                     let address = entry.address()?;
-                    // A second free indicates a damaged trace, not another allocation.
+                    // A second free without an allocation indicates a damaged trace, not another allocation.
                     if !live.remove(&address) && freed.insert(address) {
                         let (size_bytes, stream) = (entry.integer(SIZE)?, entry.stream()?);
                         let pool = entry.pool()?.unwrap_or(pools.of(address, entry.number));
@@ -129,7 +131,7 @@ impl Before {
         }
         let at_end = segments.unwrap_or_default();
         let total: i128 = at_end.iter().map(|segment| i128::from(segment.total_bytes)).sum();
-        // At least the memory that the trace releases without having obtained it.
+        // At least as much as the trace releases without having obtained it.
         let at_beginning = (total - reserved).max(-least);
         let ranges = at_end.iter().map(|segment| segment.range.clone()).collect();
         let mut left: Vec<Lived> = at_end.into_iter().flat_map(|segment| segment.live).collect();
@@ -141,7 +143,7 @@ impl Before {
     }
 }
 
-/// Returns `true` if the snapshot has the mark of a trace that lost entries.
+/// Returns `true` if the snapshot states that its trace lost entries.
 pub(super) fn has_overflowed(document: &Document) -> bool {
     let field = |value, word| match value {
         Value::Dict(dict) => document.values.field(dict, word),
@@ -151,7 +153,7 @@ pub(super) fn has_overflowed(document: &Document) -> bool {
     settings.and_then(|settings| field(settings, TRACE_ALLOC_OVERFLOWED)) == Some(Value::True)
 }
 
-/// Returns the list of segments: `segments` of a snapshot, or the whole pickle, which `torch.cuda.memory_snapshot()` returns.
+/// Returns the list of segments. A snapshot has it in `segments`; a pickle of `torch.cuda.memory_snapshot()` consists of it.
 pub(super) fn segments_of(document: &Document) -> Option<Value> {
     match document.root {
         Value::Dict(root) => document.values.field(root, SEGMENTS),
@@ -167,7 +169,7 @@ pub(super) fn segments_of(document: &Document) -> Option<Value> {
     }
 }
 
-/// Returns the bytes of live blocks in the segments of each device that has any.
+/// Returns the bytes of live blocks in the segments of each device that has live blocks.
 pub(super) fn live_bytes(document: &Document) -> BTreeMap<usize, u64> {
     let mut live = BTreeMap::new();
     let Some(Value::List(list)) = segments_of(document) else { return live };
@@ -187,7 +189,7 @@ pub(super) fn live_bytes(document: &Document) -> BTreeMap<usize, u64> {
             Some(Value::Integer(device)) => usize::try_from(device).unwrap_or(usize::MAX),
             _ => 0,
         };
-        // A pickle may refer to one list a million times.
+        // A pickle may refer to the same list a million times.
         if seen.insert((blocks, device)) {
             for bytes in values.list(blocks).items.iter().filter_map(block_bytes) {
                 let sum: &mut u64 = live.entry(device).or_default();
@@ -198,7 +200,7 @@ pub(super) fn live_bytes(document: &Document) -> BTreeMap<usize, u64> {
     live
 }
 
-/// Objects already visited. A pickle may refer to one object a million times, but it counts once.
+/// Objects that were already visited. A pickle may refer to the same object a million times, but it counts once.
 #[derive(Default)]
 struct Seen {
     segments: BTreeSet<DictId>,
@@ -206,13 +208,13 @@ struct Seen {
     addresses: BTreeSet<u64>,
 }
 
-/// A segment in the final state.
+/// A segment in the final state, with its allocated blocks.
 struct Segment {
     address: u64,
     total_bytes: u64,
     pool: RawPool,
     range: SegmentAtEnd,
-    /// Its allocated blocks.
+    /// The segment's allocated blocks.
     live: Vec<Lived>,
 }
 
@@ -234,7 +236,7 @@ fn segments(document: &Document, device: usize) -> Result<Option<Vec<Segment>>, 
             continue;
         }
         let segment = SegmentDict { document, dict, number };
-        // The first versions omitted the device, because they had only one.
+        // The first versions of PyTorch omitted the device, because they recorded only one.
         let of = if document.values.field(dict, DEVICE).is_some() { segment.integer(DEVICE)? } else { device as u64 };
         if of == device as u64 {
             segments.push(segment.read(&mut seen)?);
@@ -248,7 +250,7 @@ fn segments(document: &Document, device: usize) -> Result<Option<Vec<Segment>>, 
 struct SegmentDict<'a> {
     document: &'a Document,
     dict: DictId,
-    /// Index of the segment.
+    /// Index of the segment in the list.
     number: usize,
 }
 
@@ -278,7 +280,7 @@ impl SegmentDict<'_> {
             Some(Value::List(blocks)) => self.document.values.list(blocks),
             other => return Err(self.bad(BLOCKS, other)),
         };
-        // Blocks state their addresses since PyTorch 2.1; before, they are contiguous.
+        // Blocks state their addresses since PyTorch 2.1. In older snapshots, they follow each other without gaps.
         let mut next = address;
         for item in &blocks.items {
             let Item::Dict(dict) = *item else { return Err(self.bad(BLOCKS, self.field(BLOCKS))) };

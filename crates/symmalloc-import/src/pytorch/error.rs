@@ -22,9 +22,9 @@ pub enum Found {
     Dict,
     /// A list.
     List,
-    /// A list with items of an unexpected kind.
+    /// A list that contains items of an unexpected kind.
     ListOfOthers,
-    /// None, a boolean, a float, bytes or a set.
+    /// `None`, a boolean, a float, bytes or a set.
     Other,
 }
 
@@ -70,7 +70,7 @@ pub enum SnapshotError {
          torch.cuda.memory._dump_snapshot of PyTorch 2.0 or later"
     )]
     NotASnapshot,
-    /// The snapshot was taken without a recorded history.
+    /// The snapshot contains no recorded history.
     #[error(
         "the snapshot has {devices} devices, but no recorded allocation: call \
          torch.cuda.memory._record_memory_history() before the job runs"
@@ -79,7 +79,7 @@ pub enum SnapshotError {
         /// Number of devices.
         devices: usize,
     },
-    /// Several devices were used and the caller chose none.
+    /// The snapshot shows several devices, and the caller chose none.
     #[error("the snapshot shows several devices ({}): choose the one to read", Devices(devices))]
     SeveralDevices {
         /// The contents of the snapshot, by device.
@@ -93,7 +93,7 @@ pub enum SnapshotError {
         /// The contents of the snapshot, by device.
         devices: Vec<DeviceContents>,
     },
-    /// A trace holds something that is not a trace entry.
+    /// A trace contains an item that is not a trace entry.
     #[error("the trace of device {device} holds something that is not a trace entry: the snapshot is damaged")]
     NotAnEntry {
         /// The device.
@@ -134,7 +134,7 @@ pub enum SnapshotError {
         /// The kind of value found.
         found: Found,
     },
-    /// An allocation that no device can hold.
+    /// An allocation is larger than any device.
     #[error(
         "entry {entry} of device {device} (counted from 0) allocates {}, but the maximum is {}: the snapshot is \
          damaged",
@@ -149,7 +149,7 @@ pub enum SnapshotError {
         /// Size of the allocation in bytes.
         size_bytes: u64,
     },
-    /// More streams than ids.
+    /// The trace has more streams than there are ids.
     #[error("entry {entry} of device {device} uses stream number 65,536; a trace can hold 65,535")]
     TooManyStreams {
         /// The device.
@@ -190,7 +190,7 @@ pub enum SnapshotError {
 /// Maximum number of devices listed in a message: more than any machine has.
 const DEVICES_LISTED_MAX: usize = 64;
 
-/// The contents of a snapshot about one device.
+/// The contents of a snapshot for one device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeviceContents {
@@ -200,7 +200,7 @@ pub struct DeviceContents {
     pub live_bytes: u64,
 }
 
-/// The devices that the snapshot shows, formatted for people.
+/// The devices that a snapshot shows, formatted for an error message.
 struct Devices<'a>(&'a [DeviceContents]);
 
 impl fmt::Display for Devices<'_> {

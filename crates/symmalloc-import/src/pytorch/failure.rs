@@ -1,4 +1,4 @@
-//! The memory of the recorded allocator at an entry of the trace, for a request that failed there.
+//! The memory of the recorded allocator at one entry of the trace, to explain a request that failed there.
 //!
 //! ```text
 //! segments at the end ── entries backward: minus those obtained, plus those released ──► segments at the beginning
@@ -18,7 +18,7 @@ use crate::transcript::{RawPool, RawStream};
 /// Multiple to which PyTorch rounds every size, in bytes.
 const UNIT_BYTES: u64 = 512;
 
-/// Returns the number of the last entry that is a failed request.
+/// Returns the number of the last entry that is a refused request.
 pub(super) fn last(trace: &DeviceTrace<'_>) -> Option<u64> {
     let is_failure = |entry: &TraceEntry<'_>| entry.field(ACTION) == Some(Value::Word(OOM));
     trace.entries().filter_map(Result::ok).filter(is_failure).last().map(|entry| entry.number)
@@ -27,7 +27,7 @@ pub(super) fn last(trace: &DeviceTrace<'_>) -> Option<u64> {
 /// The memory of each heap.
 pub(super) type Heaps = BTreeMap<(RawPool, RawStream), HeldMemory>;
 
-/// Returns the memory that the allocator held at an entry.
+/// Returns the memory that the allocator held just before an entry.
 pub(super) fn held_at(trace: &DeviceTrace<'_>, before: &Before, number: u64) -> Result<Heaps, SnapshotError> {
     let entries = trace.entries().collect::<Result<Vec<_>, _>>()?;
     let mut ranges = Ranges::default();
@@ -53,7 +53,7 @@ pub(super) fn held_at(trace: &DeviceTrace<'_>, before: &Before, number: u64) -> 
     Ok(ranges.held(&used))
 }
 
-/// Returns the memory that the segments at the end of the snapshot show.
+/// Returns the memory that the segments in the snapshot's final state show.
 pub(super) fn held_at_end(before: &Before) -> HeldMemory {
     let mut held = HeldMemory::default();
     for SegmentAtEnd { start, end, used, .. } in &before.at_end {
@@ -75,7 +75,8 @@ enum Change {
     None,
 }
 
-/// Returns the effect of an entry. An entry without an address or a size has none; reading the trace reports the error.
+/// Returns the effect of an entry. An entry without an address or a size has no effect here; reading the trace reports
+/// it as an error.
 fn action(entry: &TraceEntry<'_>, before: &Before) -> Change {
     let (Ok(address), Ok(size_bytes)) = (entry.address(), entry.integer(SIZE)) else { return Change::None };
     let (address, end) = (address.0, address.0.saturating_add(size_bytes));
@@ -92,16 +93,16 @@ fn action(entry: &TraceEntry<'_>, before: &Before) -> Change {
     }
 }
 
-/// A range of addresses that has memory.
+/// A range of addresses that is backed by memory.
 #[derive(Clone, Copy)]
 struct Range {
     end: u64,
-    /// `true` for an expandable segment, whose touching ranges are contiguous.
+    /// `true` if the range belongs to an expandable segment, whose adjacent ranges are contiguous memory.
     grows: bool,
     heap: (RawPool, RawStream),
 }
 
-/// Disjoint ranges of addresses that have memory, by start.
+/// Disjoint ranges of addresses that are backed by memory, by start.
 #[derive(Default)]
 struct Ranges {
     by_start: BTreeMap<u64, Range>,

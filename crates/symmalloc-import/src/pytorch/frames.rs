@@ -1,15 +1,16 @@
-//! Python stack frames: selects the frame that names an allocation, and reads whole stacks for callers that want them.
+//! Python stack frames: selects the frame that names an allocation, and reads whole stacks if the caller wants them.
 //!
-//! A stack has some fifty frames, innermost first: those of PyTorch, in C++ and Python, and those of the program. The innermost frame of
-//! the program names the allocation: `model/attention.py:88 forward`. Installed packages are part of the program, except for PyTorch and
-//! the [libraries](crate::ReadOptions::libraries) that the caller names. If there is no such frame, as in an optimizer's step that a hook runs, the
-//! innermost Python frame of PyTorch at least indicates the purpose. C++ frames are never used.
+//! A stack has some fifty frames, innermost first. Some are PyTorch's, in C++ and Python, and some are the program's. The innermost frame
+//! of the program names the allocation: `model/attention.py:88 forward`. Installed packages are part of the program, except for PyTorch and
+//! the [libraries](crate::ReadOptions::libraries) that the caller names. A stack without any frame of the program, such as that of an
+//! optimizer's step that a hook runs, names the allocation after the innermost Python frame of a library (usually PyTorch), which at least
+//! indicates the purpose. C++ frames never name an allocation.
 //!
-//! By default, only these two frames of each stack are kept: all frames of all entries would take more memory than the rest of a snapshot.
-//! With [`ReadOptions::stacks`](crate::ReadOptions::stacks), the 256 innermost Python frames of each stack are kept, those of the program
-//! and of libraries. C++ frames are left out, because they repeat the dispatch from Python to the allocator, and so are frames without a
-//! file, such as `??` and `<frozen runpy>`. A path starts at its package (`torch/nn/modules/linear.py`) if it is that of an installed
-//! package, and is whole otherwise.
+//! By default, only two frames of each stack are kept (the innermost frame of the program and the innermost frame of a library), because
+//! all frames of all entries would take more memory than the rest of a snapshot. With [`ReadOptions::stacks`](crate::ReadOptions::stacks),
+//! the 256 innermost Python frames of each stack are kept, both those of the program and those of libraries. C++ frames are omitted,
+//! because they repeat the dispatch from Python to the allocator. Frames without a file, such as `??` and `<frozen runpy>`, are omitted as
+//! well. The path of a file in an installed package starts at the package (`torch/nn/modules/linear.py`). Every other path is kept whole.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -20,7 +21,7 @@ use crate::pickle::{DictId, Document, Item, Kept, LEADING_MAX, ListId, Value, Va
 use crate::stacks::{Stacks, StacksBuilder, TooLarge};
 use symmalloc_trace::NAME_BYTES_MAX;
 
-/// Origin of a frame's code.
+/// The origin of a frame's code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Code {
     Program,
@@ -30,9 +31,9 @@ enum Code {
     Native,
 }
 
-/// Distinguishes the frames of the program from those of libraries.
+/// Distinguishes the frames of the program from the frames of libraries.
 pub(super) struct Program<'a> {
-    /// Installed packages that are libraries. PyTorch is always one.
+    /// Installed packages that count as libraries. PyTorch always counts as one.
     libraries: &'a [String],
 }
 
@@ -56,7 +57,8 @@ impl<'a> Program<'a> {
         }
     }
 
-    /// Decides whether lists keep a dict: all dicts except frames, and the two frames of a stack that may name an allocation.
+    /// Decides whether lists keep a dict. Lists keep all dicts that are not frames, and the two frames of a stack that may name an
+    /// allocation.
     pub(super) fn keeps(&self, values: &Values, dict: DictId) -> Kept {
         match text_of(values, dict, FILENAME).map(|path| self.code_of(path)) {
             None => Kept::Always,
@@ -66,7 +68,7 @@ impl<'a> Program<'a> {
         }
     }
 
-    /// Keeps the leading Python frames of each list, and otherwise what [`keeps`](Program::keeps) keeps.
+    /// Keeps the leading Python frames of each list. For all other dicts, decides like [`keeps`](Program::keeps).
     pub(super) fn keeps_stacks(&self, values: &Values, dict: DictId) -> Kept {
         match self.keeps(values, dict) {
             Kept::First(kind) => Kept::Leading(kind),
@@ -80,14 +82,14 @@ fn with_slashes(path: &str) -> Cow<'_, str> {
     if path.contains('\\') { path.replace('\\', "/").into() } else { path.into() }
 }
 
-/// Returns the part of a path below the folder in which packages are installed.
+/// Returns the part of a path after the folder in which packages are installed.
 fn installed(path: &str) -> Option<&str> {
     let end = |folder: &str| path.rfind(folder).map(|start| start + folder.len());
     let start = end("site-packages/").max(end("dist-packages/"))?;
     Some(&path[start..])
 }
 
-/// Parts of PyTorch from which frames come. A project may be in a folder named `torch`, too, so the folder alone proves nothing.
+/// Parts of PyTorch in which the files of frames lie. A project's folder may also be named `torch`, so the folder alone proves nothing.
 const PARTS_OF_PYTORCH: &[&str] = &[
     "_",
     "amp/",
@@ -121,7 +123,7 @@ const PARTS_OF_PYTORCH: &[&str] = &[
     "utils/data/",
 ];
 
-/// Returns `true` for a file of a PyTorch that runs from its source folder.
+/// Returns `true` for a file of PyTorch, if PyTorch runs from its source folder.
 fn is_of_pytorch(path: &str) -> bool {
     let start = if path.starts_with("torch/") { Some(0) } else { path.rfind("/torch/").map(|slash| slash + 1) };
     let inside = start.map(|start| &path[start + "torch/".len()..]);
@@ -143,7 +145,7 @@ fn text_of(values: &Values, dict: DictId, word: Word) -> Option<&str> {
     }
 }
 
-/// Returns the name that a stack gives to an allocation.
+/// Returns the name that a stack gives to its allocation.
 pub(super) fn name(document: &Document, stack: Option<Value>) -> Option<String> {
     let Some(Value::List(stack)) = stack else { return None };
     let values = &document.values;
@@ -153,7 +155,7 @@ pub(super) fn name(document: &Document, stack: Option<Value>) -> Option<String> 
     text(values, frame, &path[start..])
 }
 
-/// Returns the kept Python frames of a stack, innermost first, and the kind of each: 0 for the program, 1 for a library.
+/// Returns the kept Python frames of a stack, innermost first. Each has a kind: 0 for the program, 1 for a library.
 fn python_frames(values: &Values, stack: ListId) -> impl Iterator<Item = (DictId, u8)> {
     values.list(stack).items.iter().filter_map(|item| match *item {
         Item::Dict(frame) => match values.kept(frame) {
@@ -164,7 +166,7 @@ fn python_frames(values: &Values, stack: ListId) -> impl Iterator<Item = (DictId
     })
 }
 
-/// Returns the text of a frame with this path: `model/attention.py:88 forward`.
+/// Returns the text of a frame, given its path: `model/attention.py:88 forward`.
 fn text(values: &Values, frame: DictId, path: &str) -> Option<String> {
     let mut text = path.to_owned();
     if let Some(Value::Integer(line)) = values.field(frame, LINE) {
@@ -177,7 +179,7 @@ fn text(values: &Values, frame: DictId, path: &str) -> Option<String> {
     (text.len() <= NAME_BYTES_MAX).then_some(text)
 }
 
-/// Returns the path of a frame without the folder in which packages are installed.
+/// Returns a path without the folder in which packages are installed.
 fn without_site(path: &str) -> Cow<'_, str> {
     let slashed = with_slashes(path);
     match installed(&slashed) {
@@ -186,13 +188,13 @@ fn without_site(path: &str) -> Cow<'_, str> {
     }
 }
 
-/// Reads the stacks of allocations. Each list and each frame is read once, however many allocations share it.
+/// Reads the stacks of allocations. Each list and each frame is read once, regardless of how many allocations share it.
 pub(super) struct StackReader<'a> {
     document: &'a Document,
     stacks: StacksBuilder,
-    /// Number of each frame that has a text. Never iterated.
+    /// Number of each frame; `None` if the frame has no text. Never iterated.
     frames: HashMap<DictId, Option<u32>>,
-    /// Number of each stack that has frames. Never iterated.
+    /// Number of each stack; `None` if the stack has no frames. Never iterated.
     lists: HashMap<ListId, Option<u32>>,
 }
 
@@ -215,7 +217,7 @@ impl<'a> StackReader<'a> {
         self.stacks.allocate(stack)
     }
 
-    /// Returns the index of the stack of a request that is not an allocation.
+    /// Returns the index of a stack whose request was refused, so that it has no allocation.
     pub(super) fn stack_of(&mut self, stack: Option<Value>) -> Result<Option<usize>, TooLarge> {
         let Some(Value::List(list)) = stack else { return Ok(None) };
         Ok(self.stack(list)?.map(|number| number as usize))

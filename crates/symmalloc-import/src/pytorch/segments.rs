@@ -1,7 +1,7 @@
-//! Placements of the recorded allocator: maps an address to (segment, offset).
+//! Placements of the recorded allocator: maps each address to a segment and an offset.
 //!
-//! A segment is identified by the ordinal of its creation on the device, from 0 at the beginning of the recording. Two ranks can compare
-//! the ordinal and an offset, but not addresses.
+//! A segment is identified by its ordinal: the number of segments that the device created before it, counted from the beginning of the
+//! recording. Ranks can compare ordinals and offsets, but not addresses.
 //!
 //! ```text
 //! segment_alloc  addr, size     creates a fixed segment: [addr, addr + size)
@@ -10,12 +10,13 @@
 //! segment_unmap  addr, size     removes pages; the segment ends with its last one
 //! ```
 //!
-//! PyTorch does not record which expandable segment a mapping belongs to. It maps from the start of a reserved range upward, so a mapping
-//! belongs to a segment of the same stream if it starts within, or right after, the pages that this segment has ever mapped. Any other
-//! mapping creates a segment. If the recording began after the segment was created, its offsets count from the first recorded mapping.
+//! PyTorch does not record which expandable segment a mapping belongs to. However, it maps a reserved range from its start upward. A
+//! mapping therefore belongs to a segment of the same stream if it starts within, or right after, the pages that this segment has ever
+//! mapped. Any other mapping creates a segment. If the recording began after a segment was created, offsets in the segment count from its
+//! first recorded mapping.
 //!
-//! A segment without a recorded creation has no ordinal. The snapshot's list of segments cannot supply one, because it is sorted by
-//! address, which differs between ranks.
+//! A segment whose creation was not recorded has no ordinal. The snapshot's list of segments cannot supply one, because the list is sorted
+//! by address, and addresses differ between ranks.
 
 use std::collections::BTreeMap;
 
@@ -31,7 +32,8 @@ pub(super) struct AddressRange {
 }
 
 impl AddressRange {
-    /// Creates a range of `size_bytes` from `start`, or up to the end of the address space.
+    /// Creates a range of `size_bytes` from `start`. The range ends at the end of the address space if it would exceed
+    /// it.
     pub(super) fn new(start: Address, size_bytes: u64) -> Self {
         AddressRange { start, end: Address(start.0.saturating_add(size_bytes)) }
     }
@@ -41,7 +43,7 @@ impl AddressRange {
     }
 }
 
-/// An existing segment. Its start is its key.
+/// An existing segment. Its start is the key under which it is stored.
 #[derive(Clone, Copy, Debug)]
 struct LiveSegment {
     id: SegmentId,
@@ -55,7 +57,7 @@ enum SegmentKind {
     Expandable { stream: RawStream, mapped_bytes: u64 },
 }
 
-/// The segments that exist at one point of the recording. No two overlap.
+/// The segments that exist at one point of the recording. They do not overlap.
 #[derive(Default)]
 pub(super) struct LiveSegments {
     live: BTreeMap<Address, LiveSegment>,
@@ -101,7 +103,7 @@ impl LiveSegments {
         }
     }
 
-    /// Returns the placement of an address, if the creation of its segment was recorded.
+    /// Returns the placement of an address. Returns `None` if the creation of its segment was not recorded.
     pub(super) fn placement(&self, address: Address) -> Option<Placement> {
         let (start, segment) = self.live.range(..=address).next_back()?;
         let offset_bytes = address.0 - start.0;
@@ -111,12 +113,13 @@ impl LiveSegments {
     fn give_birth(&mut self, range: AddressRange, kind: SegmentKind) {
         self.forget_overlapped(range);
         let id = SegmentId(self.births);
-        // A recording of 2^32 segments would take 100 GB; further segments share the last ordinal.
+        // A recording of 2^32 segments would take 100 GB. All further segments share the last ordinal.
         self.births = self.births.saturating_add(1);
         self.live.insert(range.start, LiveSegment { id, end: range.end, kind });
     }
 
-    /// Removes segments that overlap the range. Live segments never overlap, so the recording lacks the release of these.
+    /// Removes the segments that overlap the range. Live segments never overlap, so the recording must lack the release
+    /// of the removed ones.
     fn forget_overlapped(&mut self, range: AddressRange) {
         while let Some((start, segment)) = self.live.range(..range.end).next_back()
             && segment.end > range.start

@@ -30,7 +30,7 @@ pub(super) struct TraceEntry<'a> {
 impl<'a> DeviceTrace<'a> {
     pub(super) fn entries(&self) -> impl Iterator<Item = Result<TraceEntry<'a>, SnapshotError>> {
         let DeviceTrace { document, device, entries } = *self;
-        // Only nonempty dicts and lists are kept, so a missing item is one of another kind.
+        // Only nonempty dicts and lists are kept, so an item that was not kept is not a trace entry.
         let missing = (!entries.is_whole()).then_some(Err(SnapshotError::NotAnEntry { device }));
         let entry = move |(item, number): (&Item, u64)| match item {
             Item::Dict(dict) => Ok(TraceEntry { document, dict: *dict, device, number }),
@@ -57,7 +57,7 @@ impl<'a> TraceEntry<'a> {
         self.integer(STREAM).map(|stream| RawStream(stream.into()))
     }
 
-    /// Returns the pool that the entry names.
+    /// Returns the pool that the entry names, if it names one.
     pub(super) fn pool(&self) -> Result<Option<RawPool>, SnapshotError> {
         if self.field(SYMMALLOC_POOL).is_some() {
             return self.integer(SYMMALLOC_POOL).map(|pool| Some(RawPool(pool)));
@@ -72,7 +72,7 @@ impl<'a> TraceEntry<'a> {
         Ok(None)
     }
 
-    /// Returns the program's name for the allocation, or else the requesting frame.
+    /// Returns the name that the program gave the allocation, or else the frame that requested it.
     pub(super) fn name(&self) -> Option<Cow<'a, str>> {
         match self.field(USER_METADATA) {
             Some(Value::Text(text)) => Some(self.document.values.text(text).into()),
@@ -81,7 +81,7 @@ impl<'a> TraceEntry<'a> {
         }
     }
 
-    /// Returns the list of the requesting frames.
+    /// Returns the list of stack frames that requested the allocation.
     pub(super) fn frames(&self) -> Option<Value> {
         self.field(FRAMES)
     }

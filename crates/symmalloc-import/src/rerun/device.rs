@@ -1,4 +1,4 @@
-//! The device of a rerun: grants every request, and records the memory mapped and unmapped for each heap.
+//! The device of a rerun. It grants every request, and records which memory is mapped and unmapped for each heap.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -12,7 +12,7 @@ use symmalloc_core::ids::HeapId;
 const GRANULARITY_BYTES: u64 = 2 * MIB;
 /// Address of the first range.
 const FIRST_ADDRESS: u64 = 1024 * GIB;
-/// Gap between two ranges, so that no viewer merges adjacent ones.
+/// Gap between two ranges. It keeps viewers from merging adjacent ranges.
 const GAP_BYTES: u64 = GRANULARITY_BYTES;
 
 /// Memory mapped or unmapped on the device.
@@ -21,7 +21,7 @@ const GAP_BYTES: u64 = GRANULARITY_BYTES;
 pub struct MemoryChange {
     /// `true` if the memory was mapped, `false` if it was unmapped.
     pub is_mapped: bool,
-    /// Heap that the memory belongs to.
+    /// The heap that the memory belongs to.
     pub heap: HeapId,
     /// The stream for which the segment was obtained.
     pub stream: StreamId,
@@ -39,21 +39,21 @@ struct Reserved {
     heap: HeapId,
     stream: StreamId,
     is_expandable: bool,
-    /// `true` for a stitched range, which maps memory of other ranges and owns none.
+    /// `true` for a stitched range, which maps the memory of other ranges and has none of its own.
     is_stitched: bool,
 }
 
 #[derive(Debug)]
 struct DeviceState {
     next_address: u64,
-    /// Owner of ranges reserved now; `None` if the op does not state it.
+    /// The owner of ranges that are reserved during the current op; `None` if the op does not determine it.
     current: Option<Reserved>,
-    /// Base addresses of ranges reserved without a known heap.
+    /// Base addresses of ranges that were reserved while the heap was unknown.
     ownerless: Vec<DeviceAddress>,
     /// Reserved ranges by base.
     ranges: BTreeMap<DeviceAddress, Reserved>,
     changes: Vec<MemoryChange>,
-    /// Bytes mapped now, by pool. Memory whose pool is not known yet counts for the default pool.
+    /// Bytes that are mapped now, by pool. As long as the pool is unknown, memory is counted for the default pool.
     mapped: BTreeMap<PoolId, u64>,
     /// The sum of `mapped`.
     mapped_bytes: u64,
@@ -87,19 +87,20 @@ impl NotingDevice {
         self.0.borrow().mapped.get(&pool).copied().unwrap_or(0)
     }
 
-    /// Starts an op that may obtain memory for an heap and a stream.
+    /// Starts an op that may obtain memory for a heap and a stream.
     pub(super) fn begin(&self, heap: Option<(HeapId, StreamId)>, is_expandable: bool) {
         self.0.borrow_mut().current =
             heap.map(|(heap, stream)| Reserved { heap, stream, is_expandable, is_stitched: false });
     }
 
-    /// Returns `true` if a range was reserved without a known heap. [`assign`](Self::assign) must follow.
+    /// Returns `true` if a range was reserved while the heap was unknown. The caller must then call
+    /// [`assign`](Self::assign).
     pub(super) fn has_ownerless(&self) -> bool {
         !self.0.borrow().ownerless.is_empty()
     }
 
-    /// Assigns the ranges that were reserved without a known heap, and the changes of their memory. Plans reserve memory outside of
-    /// allocations.
+    /// Assigns owners to the ranges that were reserved while the heap was unknown, and to the changes of their memory. There are such
+    /// ranges because plans reserve memory outside of allocations.
     pub(super) fn assign(&self, owner_at: impl Fn(DeviceAddress) -> (HeapId, StreamId, bool)) {
         let mut state = self.0.borrow_mut();
         let DeviceState { ownerless, ranges, changes, mapped, .. } = &mut *state;
@@ -137,7 +138,8 @@ impl NotingDevice {
     }
 }
 
-/// Counts a change for its pool. A change is moved to another pool by first counting its opposite, so that sums may be negative in between.
+/// Counts a change for its pool. To move a change to a different pool, the opposite change is counted first, so sums may be negative in
+/// between.
 fn count(mapped: &mut BTreeMap<PoolId, u64>, change: &MemoryChange) {
     let bytes = mapped.entry(change.heap.pool).or_default();
     let sign = if change.is_mapped { u64::wrapping_add } else { u64::wrapping_sub };
@@ -196,7 +198,7 @@ impl Backend for NotingDevice {
         Ok(())
     }
 
-    /// Returns `false` for every event, so that a snapshot shows every remaining fence.
+    /// Always returns `false`, so that a snapshot shows every remaining fence.
     fn query(&self, _: Event) -> Result<bool, BackendError> {
         Ok(false)
     }

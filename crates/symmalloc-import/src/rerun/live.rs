@@ -13,7 +13,7 @@ pub struct Live {
     pub heap: HeapId,
     /// Stream for which the memory was allocated.
     pub stream: StreamId,
-    /// Segment and offset.
+    /// Segment and offset of the allocation.
     pub placement: Placement,
     /// Address of the first byte.
     pub address: DeviceAddress,

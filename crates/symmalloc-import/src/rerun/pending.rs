@@ -1,7 +1,7 @@
 //! Pending frees and their completions.
 //!
-//! Time is measured in entries: ops, and the completions themselves. Each pending free has the entry before which it is due, so completions
-//! recur in their recorded order.
+//! Time is measured in entries, which are ops and completions. For each pending free, the entry before which it is due is known, so
+//! completions occur in the recorded order.
 
 use std::collections::BTreeMap;
 
@@ -19,14 +19,14 @@ pub(super) struct PendingFree {
 
 #[derive(Debug, Default)]
 pub(super) struct PendingFrees {
-    /// Pending frees by the number of entries at which they are due, then by op.
+    /// Pending frees, by the number of entries at which they are due, then by the index of the op.
     frees: BTreeMap<(u64, usize), PendingFree>,
-    /// Number of entries so far.
+    /// Number of ops and completions so far.
     entries: u64,
 }
 
 impl PendingFrees {
-    /// Adds the next op as a pending free.
+    /// Adds the op that is being executed as a pending free.
     pub(super) fn push(&mut self, op: usize, live: Live, pending: Pending) {
         let due = (self.entries + 1).saturating_add(pending.entries());
         self.frees.insert((due, op), PendingFree { op, live });
@@ -37,7 +37,8 @@ impl PendingFrees {
         self.entries += 1;
     }
 
-    /// Returns the next free that is due, if any. With `all`, returns all of them, one per call.
+    /// Returns the next free that is due, if any. With `all`, every pending free counts as due. Call it until it
+    /// returns `None`.
     pub(super) fn pop(&mut self, all: bool) -> Option<PendingFree> {
         let next = self.frees.first_entry().filter(|next| all || next.key().0 <= self.entries)?;
         self.entries += 1;

@@ -4,7 +4,7 @@ use std::io;
 
 use symmalloc_core::units::{Amount, SEGMENT_BYTES_MAX};
 
-/// Maximum length of a line in bytes. RMM's lines have about 80.
+/// Maximum length of a line in bytes. RMM's lines have about 80 bytes.
 pub(super) const LINE_BYTES_MAX: u64 = 4096;
 
 /// Error converting an RMM log to ops. Lines count from 1.
@@ -34,7 +34,7 @@ pub enum RmmError {
         /// The column.
         column: &'static str,
     },
-    /// A line whose number of fields differs from the number of columns.
+    /// The number of fields in a line differs from the number of columns.
     #[error("line {line} has {found} fields, but the first line names {expected} columns")]
     FieldCount {
         /// The line.
@@ -44,13 +44,13 @@ pub enum RmmError {
         /// Number of fields found.
         found: usize,
     },
-    /// An action that RMM does not log.
+    /// A line contains an action that RMM does not log.
     #[error("line {line} has an unknown action; the known actions are allocate, free and allocate failure")]
     UnknownAction {
         /// The line.
         line: u64,
     },
-    /// A field that is not a valid number.
+    /// A field is not a valid number.
     #[error(
         "line {line} has no valid {column} (pointers and streams are hexadecimal, sizes decimal, all of at most 64 bits)"
     )]
@@ -60,7 +60,7 @@ pub enum RmmError {
         /// The column.
         column: &'static str,
     },
-    /// A line that is longer than any in a log.
+    /// A line is longer than any line in a log.
     #[error("line {line} is longer than {LINE_BYTES_MAX} bytes; the file is damaged or not a log")]
     LineTooLong {
         /// The line.
@@ -72,13 +72,13 @@ pub enum RmmError {
         /// The line.
         line: u64,
     },
-    /// A line that is not UTF-8.
+    /// A line is not UTF-8.
     #[error("line {line} is not UTF-8; the file is damaged or not a log")]
     NotUtf8 {
         /// The line.
         line: u64,
     },
-    /// An allocation that no device can hold.
+    /// An allocation is larger than any device.
     #[error(
         "line {line} allocates {}, but the maximum is {}: the log is damaged",
         Amount(*size_bytes),
@@ -90,7 +90,7 @@ pub enum RmmError {
         /// Size of the allocation in bytes.
         size_bytes: u64,
     },
-    /// More streams than ids.
+    /// The log has more streams than there are ids.
     #[error("line {line} uses stream number 65,536; a trace can hold 65,535")]
     TooManyStreams {
         /// The line.

@@ -1,6 +1,6 @@
 //! The simulated virtual address space: the reserved ranges, the mapped bytes, and the choice of the next address.
 //!
-//! Drivers make no promise about the order of addresses, and actual addresses differ between the ranks of a job. Each
+//! Drivers make no promise about the order of addresses, and in a real job addresses differ between ranks. Each
 //! simulated rank therefore draws its own order from its seed:
 //!
 //! ```text
@@ -16,21 +16,21 @@ use super::random::SplitMix64;
 use std::collections::BTreeMap;
 use symmalloc_core::work;
 
-/// The lowest address handed out. The first 8 GiB are left to the host, as with real drivers.
+/// The lowest address handed out. The first 8 GiB are left to the host, as real drivers do.
 const LOW: u64 = 1 << 33;
 /// The end of 47-bit user addresses.
 const HIGH: u64 = 1 << 47;
 /// Number of random positions to try before searching the space from its start.
 const DRAWS: u32 = 32;
-/// Maximum number of released ranges that are remembered for reuse.
+/// Maximum number of released ranges whose addresses are remembered for reuse.
 const HOLES: usize = 8;
 
 /// The order in which a simulated driver hands out addresses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Addresses {
-    /// Each range directly follows the previous one, and no address is reused. The order is the same on all ranks. This
-    /// matches a program that is the only caller of the driver.
+    /// Each range directly follows the previous one, and no address is reused. All ranks see the same order, as in a
+    /// program in which only the allocator calls the driver.
     Ascending,
     /// Ranges are placed at random, sometimes next to another range and sometimes at the address of a released one. The
     /// rate of reuse is drawn from the seed.
@@ -38,8 +38,8 @@ pub enum Addresses {
     Scattered,
     /// Like [`Scattered`](Self::Scattered), but with the given rate of reuse.
     Reused {
-        /// Rate, per million, at which a range reuses the addresses of a released range that is large enough, if there
-        /// is one.
+        /// Rate, per million, at which a range reuses the addresses of a released range, if a released range is large
+        /// enough.
         per_million: u32,
     },
 }
@@ -52,13 +52,13 @@ pub(crate) struct AddressSpace {
     /// Base of the next range if addresses ascend; `None` if they are scattered or exhausted.
     next: Option<u64>,
     reuse_per_million: u32,
-    /// The smallest size for which a search found no place. It stays too large until a range is released.
+    /// The smallest size for which a search found no place. Such a size is too large until a range is released.
     too_large: Option<u64>,
     /// Base → size. Ranges do not overlap and lie within `LOW..HIGH`.
     ranges: BTreeMap<u64, u64>,
     /// Bases of released ranges, most recent last; at most `HOLES`. They may have been reserved again since.
     holes: Vec<u64>,
-    /// Bytes that are backed by memory. Each lies in a range.
+    /// Bytes that are backed by memory. Each byte lies in a range.
     mapped: IntervalMap<()>,
     /// Aliased pieces: start → (end, address at which their memory was mapped first).
     aliases: BTreeMap<u64, (u64, u64)>,
@@ -166,18 +166,18 @@ impl AddressSpace {
         self.mapped.insert(start, end, ());
     }
 
-    /// Backs the bytes with the memory mapped at `source`.
+    /// Backs the bytes with the memory that is mapped at `source`.
     pub(crate) fn alias(&mut self, start: u64, end: u64, source: u64) {
         self.mapped.insert(start, end, ());
         self.aliases.insert(start, (end, source));
     }
 
-    /// Returns `true` if any byte is an alias of memory mapped elsewhere.
+    /// Returns `true` if any byte is an alias: its memory is also mapped elsewhere and was mapped there first.
     pub(crate) fn is_alias(&self, start: u64, end: u64) -> bool {
         self.pieces(start, end).next().is_some()
     }
 
-    /// Returns `true` if the memory of any byte is aliased elsewhere.
+    /// Returns `true` if the memory of any byte has an alias elsewhere.
     pub(crate) fn has_alias(&self, start: u64, end: u64) -> bool {
         self.aliases.iter().any(|(&alias, &(alias_end, source))| source < end && start < source + (alias_end - alias))
     }
@@ -188,7 +188,7 @@ impl AddressSpace {
         all.map(|(&from, &(to, source))| (from, to, source)).filter(move |(from, to, _)| *from < end && start < *to)
     }
 
-    /// Returns the addresses at which the memory of mapped bytes was mapped first, part by part.
+    /// Returns, part by part, the addresses at which the memory of the mapped bytes was first mapped.
     pub(crate) fn memory_of(&self, start: u64, end: u64) -> Vec<(u64, u64)> {
         let mut parts = Vec::new();
         let mut at = start;

@@ -41,19 +41,19 @@ impl Default for SimBuilder {
 }
 
 impl SimBuilder {
-    /// Sets the seed of the simulated job. The same seed and rank always behave identically.
+    /// Sets the seed of the simulated job. Devices with the same seed and rank always behave identically.
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self
     }
 
-    /// Sets the rank of the job that owns this device. Ranks of one seed behave independently of each other.
+    /// Sets the rank of the job that owns this device. Ranks with the same seed behave independently of each other.
     pub fn rank(mut self, rank: u32) -> Self {
         self.rank = rank;
         self
     }
 
-    /// Sets the size of the device memory in bytes. Beyond it, `map` fails with
+    /// Sets the size of the device memory in bytes. A `map` that would exceed this size fails with
     /// [`Reason::OutOfMemory`](symmalloc_core::backend::Reason::OutOfMemory).
     pub fn memory_bytes(mut self, memory_bytes: u64) -> Self {
         self.memory_bytes = memory_bytes;
@@ -84,20 +84,20 @@ impl SimBuilder {
         self
     }
 
-    /// Promises that the program submits no kernels. The device then does not track their order, and `record` and `wait` take
-    /// constant time however many streams there are. [`SimBackend::submit`] panics.
+    /// Promises that the program submits no kernels. The device then does not track the order of work, so `record` and
+    /// `wait` take constant time, regardless of the number of streams. [`SimBackend::submit`] panics.
     pub fn without_kernels(mut self) -> Self {
         self.has_kernels = false;
         self
     }
 
-    /// Makes the fallible call with this ordinal (from 0, over all kinds) fail.
+    /// Makes the fallible call with this ordinal fail. Ordinals start at 0 and count calls of all kinds.
     pub fn fail_at(self, ordinal: u64, fault: Fault) -> Self {
         self.fail(None, FaultRule::At { ordinal }, fault)
     }
 
-    /// Makes calls of one kind, or of any kind if `call` is `None`, fail as the rule states. The first rule that
-    /// matches applies.
+    /// Makes calls of one kind fail as the rule states, or calls of any kind if `call` is `None`. If several rules
+    /// match, the first one applies.
     pub fn fail(mut self, call: Option<Call>, rule: FaultRule, fault: Fault) -> Self {
         self.faults.push((call, rule, fault));
         self

@@ -1,24 +1,24 @@
-//! Vector clocks, which record how much of each stream's work is known to precede a point in time.
+//! Vector clocks, which record how much work of each stream is known to precede a point in time.
 //!
 //! ```text
 //! clock = { stream → epoch }        a use (stream, epoch) precedes the clock  ⇔  clock[stream] ≥ epoch
 //! join(a, b)[s] = max(a[s], b[s])
 //! ```
 //!
-//! A stream's *epoch* counts the observations of its work: recorded events and synchronizations. Work submitted between two
-//! observations shares one epoch, since nothing can be ordered in between. Adjacent uses therefore merge, and clocks
-//! advance slowly.
+//! A stream's *epoch* counts the observations of its work, which are recorded events and synchronizations. Work
+//! submitted between two observations shares one epoch, because nothing can be ordered between parts of it. Adjacent
+//! uses therefore merge, and clocks advance slowly.
 
 use smallvec::SmallVec;
 use symmalloc_core::ids::StreamId;
 
-/// Number of epochs that are inserted one by one.
+/// Maximum number of epochs that are inserted one by one.
 const FEW: usize = 8;
 
 /// The latest preceding epoch of each stream. The epoch of an absent stream is 0.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct VectorClock {
-    /// Ascending by stream, with each stream at most once and no epoch 0.
+    /// Ascending by stream. Each stream occurs at most once, and no epoch is 0.
     epochs: SmallVec<[(StreamId, u64); 2]>,
 }
 
@@ -28,7 +28,7 @@ impl VectorClock {
         self.epochs.len()
     }
 
-    /// Returns the streams with an epoch, and their latest epochs.
+    /// Returns the streams that have an epoch, with their latest epochs.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (StreamId, u64)> + '_ {
         self.epochs.iter().copied()
     }
@@ -54,13 +54,13 @@ impl VectorClock {
         }
     }
 
-    /// Adds everything that precedes `other` to the preceding work.
+    /// Adds all work that precedes `other` to the preceding work.
     pub(crate) fn join(&mut self, other: &VectorClock) {
         if other.len() <= FEW {
             other.epochs.iter().for_each(|&(stream, epoch)| self.raise(stream, epoch));
             return;
         }
-        // A sort merges two ascending runs in linear time. Each insertion would move the rest.
+        // A sort merges two ascending runs in linear time. Inserting one by one would move the rest each time.
         self.epochs.extend_from_slice(&other.epochs);
         self.epochs.sort_by_key(|(stream, _)| *stream);
         self.epochs.dedup_by(|next, kept| {

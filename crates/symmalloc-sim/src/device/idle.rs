@@ -1,5 +1,6 @@
-//! A backend for timing an allocator: every call succeeds at negligible cost. [`SimBackend`](super::SimBackend) takes
-//! longer than the allocator that calls it. Placements are the same on both, as on every device (rule D1).
+//! A backend for timing an allocator. Every call succeeds at negligible cost, whereas calls of
+//! [`SimBackend`](super::SimBackend) take longer than the allocator itself. Placements are the same on both, as they
+//! are on every device (rule D1).
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Image, Part, Range, RangeOffset};
@@ -11,7 +12,7 @@ const GRANULARITY_BYTES: u64 = 2 * MIB;
 /// A backend for timing an allocator: every call succeeds at negligible cost.
 #[derive(Debug)]
 pub struct IdleBackend {
-    /// Base of the next range. Addresses are never reused; the 64-bit address space suffices.
+    /// Base of the next range. Addresses are never reused, because the 64-bit address space is large enough.
     next: AtomicU64,
 }
 

@@ -5,7 +5,8 @@
 //! insert [6,8) b                        gives   [0─a─2)[2───b───8)          (adjacent equal values merge)
 //! ```
 //!
-//! An empty map owns no memory. Its size depends on the number of runs of equal values and not on the number of bytes.
+//! An empty map owns no memory. The size of a map depends on the number of runs of equal values, not on the number of
+//! bytes.
 
 use std::collections::BTreeMap;
 use symmalloc_core::work;
@@ -13,7 +14,7 @@ use symmalloc_core::work;
 /// A map of disjoint half-open intervals, each with a value.
 #[derive(Clone, Debug)]
 pub(crate) struct IntervalMap<V> {
-    /// Start → (end, value). Intervals are nonempty and disjoint, and adjacent ones differ in value.
+    /// Start → (end, value). Intervals are nonempty and disjoint, and adjacent intervals differ in value.
     by_start: BTreeMap<u64, (u64, V)>,
 }
 
@@ -53,7 +54,7 @@ impl<V: Copy + PartialEq> IntervalMap<V> {
         self.overlapping(start, end).map(|part| part.end - part.start).sum::<u64>() == end - start
     }
 
-    /// Removes the values of `start..end`. Values outside it are unchanged.
+    /// Removes the values of `start..end`. Values outside this range are unchanged.
     pub(crate) fn remove(&mut self, start: u64, end: u64) {
         if let Some((&from, &(to, value))) = self.by_start.range(..start).next_back()
             && to > start

@@ -6,8 +6,8 @@
 //! ```
 //!
 //! Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, with the constants of
-//! Vigna's reference code. It has eight bytes of state and no dependencies, and produces the same numbers on every
-//! platform, so one seed always identifies one run. It is not cryptographically secure.
+//! Vigna's reference code. The generator has eight bytes of state and no dependencies. It produces the same numbers on
+//! every platform, so a seed always identifies the same run. It is not cryptographically secure.
 
 const GAMMA: u64 = 0x9e37_79b9_7f4a_7c15;
 
@@ -18,13 +18,13 @@ pub struct SplitMix64 {
 }
 
 impl SplitMix64 {
-    /// Creates the sequence of `seed`.
+    /// Creates the sequence that belongs to `seed`.
     pub fn new(seed: u64) -> Self {
         SplitMix64 { state: seed }
     }
 
-    /// Returns a separate sequence for one purpose, so that drawing more numbers for one purpose does not affect
-    /// another. `self` is unchanged: the same label always returns the same sequence.
+    /// Returns a separate sequence for one purpose, identified by a label, so that drawing more numbers for one purpose
+    /// does not affect another. `self` is unchanged: the same label always returns the same sequence.
     #[must_use]
     pub fn split(&self, label: u64) -> Self {
         SplitMix64 { state: mix(self.state ^ mix(label.wrapping_add(GAMMA))) }
@@ -36,7 +36,8 @@ impl SplitMix64 {
         mix(self.state)
     }
 
-    /// Returns a number below `bound`, or 0 if `bound` is 0. Its bias of at most `bound` / 2^64 is irrelevant here.
+    /// Returns a number below `bound`, or 0 if `bound` is 0. The result has a bias of at most `bound` / 2^64, which is
+    /// irrelevant here.
     pub fn below(&mut self, bound: u64) -> u64 {
         ((u128::from(self.next_u64()) * u128::from(bound)) >> 64) as u64
     }

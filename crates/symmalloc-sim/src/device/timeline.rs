@@ -9,10 +9,10 @@
 //!                  (stream, epoch) of the earlier work
 //! ```
 //!
-//! A race is reported whenever uses are not *ordered*, even if the earlier one happens to be done. Every run therefore
-//! detects a missing wait, not only the unlucky ones.
+//! A race is reported whenever uses are not *ordered*, even if the earlier use happens to be done. Every run therefore
+//! detects a missing wait, not only the runs in which the timing is unlucky.
 //!
-//! The host is modeled as a single thread: everything that one call established (a `synchronize`, or a `query` that
+//! The host is modeled as a single thread. Everything that one call established (a `synchronize`, or a `query` that
 //! returned done) precedes everything that the host does later, on any stream.
 
 use super::clock::VectorClock;
@@ -26,7 +26,7 @@ use symmalloc_core::work;
 
 /// Completion time of work that completes only when the host waits for it.
 const NEVER: u64 = u64::MAX;
-/// Minimum number of recorded uses before a sweep removes those that no later work can race with.
+/// Minimum number of recorded uses before a sweep removes the uses that no later work can race with.
 const SWEEP_MIN: usize = 64;
 
 /// The duration of simulated work, in ticks. Each backend call takes one tick.
@@ -35,20 +35,21 @@ const SWEEP_MIN: usize = 64;
 pub enum Delays {
     /// Work is done as soon as it is submitted.
     Immediate,
-    /// Each piece of work is done 0 to `ticks` ticks after its submission, drawn from the seed, but not before earlier
-    /// work of its stream.
+    /// Each piece of work is done 0 to `ticks` ticks after its submission, but not before earlier work of its stream.
+    /// The number of ticks is drawn from the seed.
     UpTo {
         /// Maximum number of ticks.
         ticks: u32,
     },
     /// Work is done only when the host synchronizes with it.
     UntilSynchronized,
-    /// Each stream of each rank draws one of the other variants, so that ranks see events complete in different orders.
+    /// Each stream of each rank draws its own delay from the seed, so that events complete in different orders on
+    /// different ranks.
     #[default]
     FromSeed,
 }
 
-/// Two uses of the same bytes on two streams without an order between them.
+/// Two uses of the same bytes on different streams, neither of which is ordered after the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "work on {stream} uses {size_bytes} bytes at {:#x} that earlier work on {earlier_stream} may still use: let \
@@ -59,7 +60,7 @@ pub enum Delays {
 pub struct Race {
     /// First byte that both streams use, rounded down to a multiple of 512.
     pub address: DeviceAddress,
-    /// Number of bytes, starting at `address`, that the earlier work used last.
+    /// Number of bytes, starting at `address`, whose last use is the earlier work.
     pub size_bytes: u64,
     /// The stream of the later work, which was not submitted.
     pub stream: StreamId,
@@ -78,13 +79,13 @@ struct Use {
 struct Stream {
     /// Epoch of the next submitted work; starts at 1.
     epoch: u64,
-    /// Set if anything was submitted or waited for in this epoch.
+    /// `true` if anything was submitted or waited for in this epoch.
     open: bool,
     /// Work that precedes the next submitted work.
     clock: VectorClock,
     /// Tick at which everything submitted so far is done; `NEVER` if it completes only when the host waits for it.
     busy_until: u64,
-    /// Maximum number of ticks from submission until work is done; `NEVER` if it waits for the host.
+    /// Maximum number of ticks from submission until work is done; `NEVER` if work waits for the host.
     delay_max: u64,
     random: SplitMix64,
 }
@@ -135,15 +136,16 @@ pub(crate) struct Timeline {
     streams: BTreeMap<StreamId, Stream>,
     /// State by raw event, for events that are not recycled.
     events: BTreeMap<u64, EventState>,
-    /// Number of events ever recorded. Raw events are a bijection of it, so they are unique.
+    /// Number of events ever recorded. Raw events are a bijection of this number, so they are unique.
     events_recorded: u64,
     /// Work that the host knows to be done.
     host: VectorClock,
-    /// The last use of each byte. Every earlier use of the byte precedes it, because `submit` rejects unordered uses.
+    /// The last use of each byte. Every earlier use of a byte precedes the last one, because `submit` rejects unordered
+    /// uses.
     uses: IntervalMap<Use>,
-    /// Number of uses at which the next sweep is due.
+    /// Number of recorded uses at which the next sweep takes place.
     sweep_at: usize,
-    /// `false` if the program submits no work, so that no order needs to be known.
+    /// `false` if the program submits no work, so that the order of work is irrelevant.
     tracks_order: bool,
 }
 
@@ -163,7 +165,7 @@ impl Timeline {
         }
     }
 
-    /// Stops to track the order of work, because the program submits none.
+    /// Stops tracking the order of work, because the program submits none.
     pub(crate) fn without_order(mut self) -> Self {
         self.tracks_order = false;
         self
@@ -221,7 +223,7 @@ impl Timeline {
         self.now >= event.done_at || self.host.covers(event.at.stream, event.at.epoch)
     }
 
-    /// Returns `true` if the event is done. The host then knows that the work it represents is done.
+    /// Returns `true` if the event is done. From then on, the host knows that the work it represents is done.
     pub(crate) fn query(&mut self, raw: u64) -> bool {
         let Some(event) = self.events.get(&raw) else { return false };
         let done = self.is_done(event);
@@ -237,7 +239,7 @@ impl Timeline {
         self.events.remove(&raw);
     }
 
-    /// Waits on the host for all work on `stream`, and thus for everything that `stream` waited for.
+    /// Waits on the host for all work on `stream`, and therefore for everything that `stream` has waited for.
     pub(crate) fn synchronize(&mut self, stream: StreamId) {
         let state = self.stream(stream);
         state.observe(stream);
@@ -254,7 +256,7 @@ impl Timeline {
             return;
         }
         work::count(clock.len());
-        // The host learned nothing about other streams.
+        // The host has learned nothing about any other stream.
         for (stream, epoch) in clock.iter() {
             if let Some(state) = self.streams.get_mut(&stream)
                 && !state.open
@@ -271,7 +273,8 @@ impl Timeline {
         self.submit_parts(stream, &[(start, end)], None)
     }
 
-    /// Submits work that reads and writes memory, part by part. Uses through an alias are also recorded at its address.
+    /// Submits work that reads and writes memory, part by part. A use through an alias is recorded both at the alias
+    /// and at the address where the memory was first mapped.
     pub(crate) fn submit_parts(
         &mut self,
         stream: StreamId,
@@ -324,7 +327,7 @@ impl Timeline {
         self.uses.overlapping(start, end).find(pending).map(|part| (part.start, part.value.stream))
     }
 
-    /// Removes the uses of bytes that are unmapped.
+    /// Removes the uses of the bytes, which are being unmapped.
     pub(crate) fn forget(&mut self, start: u64, end: u64) {
         self.uses.remove(start, end);
     }

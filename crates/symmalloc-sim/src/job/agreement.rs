@@ -1,10 +1,10 @@
-//! Verification of the agreement at each sync against the simulator's own knowledge.
+//! Verification of the agreement at each sync against what the simulator knows about the ranks.
 //!
-//! Ranks know only what they exchange: digests, and on demand ops of their histories. The simulator knows more, because
-//! it follows the digests of every rank that had a fault. At each sync it checks that
+//! Ranks know only what they exchange: digests and, on demand, ops of their histories. The simulator knows more,
+//! because it follows the digests of every rank that had a fault. At each sync it checks that
 //!
-//! - every rank that is reported differs (no false alarm in any context of a rank),
-//! - every rank that differs is reported, with the op at which it began to differ,
+//! - every reported rank really differs (no false alarm, whatever the rank's context),
+//! - every rank that differs is reported, with the op at which it diverged,
 //! - and the remaining ranks agree.
 
 use crate::job::failure::FailureCause;
@@ -24,15 +24,15 @@ pub(crate) type Seated<'a, L> = (usize, &'a Rank<L>);
 pub(crate) struct Disputed {
     /// The seat of the rank.
     pub(crate) seat: usize,
-    /// First step at which the rank differs, if it does.
+    /// First step at which the rank differs; `None` if it does not differ.
     pub(crate) step: Option<usize>,
     pub(crate) cause: FailureCause,
     /// The report of the agreement.
     pub(crate) report: Box<str>,
 }
 
-/// Runs agreements among the live ranks, excluding reported ranks each time, until the remaining ones agree. Returns
-/// the seats of the reported ranks.
+/// Runs agreements among the live ranks until the ranks agree, excluding the reported ranks after each one. Returns the
+/// seats of the reported ranks.
 pub(crate) fn agree<L: Lock>(
     job: &RankJob,
     ranks: &[Seated<'_, L>],
@@ -75,7 +75,8 @@ fn first_differing_step<L: Lock>(job: &RankJob, rank: &Rank<L>) -> Option<usize>
     symmetric.map(|(_, departure)| departure.step).min()
 }
 
-/// Returns the seats of the ranks that differ from the reference, after checking each against known facts.
+/// Returns the seats of the ranks that differ from the reference, after checking the report about each against what the
+/// simulator knows.
 fn differing<L: Lock>(
     job: &RankJob,
     ranks: &[Seated<'_, L>],
@@ -106,7 +107,7 @@ fn differing<L: Lock>(
     Ok(found)
 }
 
-/// Checks the report about a heap and a group of ranks against known facts about one rank of the group.
+/// Checks the report about a heap and a group of ranks against what the simulator knows about one rank of the group.
 fn check<L: Lock>(
     job: &RankJob,
     (heap, difference, group): (HeapId, &HeapDifference, &Group),
@@ -114,11 +115,11 @@ fn check<L: Lock>(
 ) -> Result<(), (Option<usize>, FailureCause)> {
     let departure = rank.standing.departure(heap).ok_or((None, FailureCause::FalseAlarm))?;
     let named = difference.first_op..difference.last_op + 1;
-    // In a pool that reclaims as a whole, a rank can take the same memory at a different step than the reference. The
-    // histories then diverge later than the steps.
+    // In a pool that reclaims as a whole, a rank can take the same memory at a different step than the reference does.
+    // The digests then differ after a step, although the histories diverge only at a later op.
     let named_may_be_later = job.program.policies.reclaims_as_a_whole(heap.pool);
-    // If the histories do not reach back far enough, the report names the first divergence of any rank and the ranks
-    // that differ now.
+    // If the histories do not reach back far enough, the report names the first divergence of any rank, together with
+    // all ranks that differ now.
     let parted_may_be_later = group.action == Action::Forgotten;
     if (named_may_be_later || named.start < departure.ops.end)
         && (parted_may_be_later || departure.ops.start < named.end)

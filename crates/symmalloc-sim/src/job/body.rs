@@ -1,4 +1,4 @@
-//! The body of a step: ops that a generated program repeats, with an occasional variation.
+//! The body of a step: ops that a generated program repeats, with occasional variations.
 
 use crate::device::SplitMix64;
 use symmalloc_core::StreamId;
@@ -13,7 +13,7 @@ pub(crate) enum BodyOp {
     Free {
         number: usize,
     },
-    /// Frees an allocation that the previous step made and did not free.
+    /// Frees an allocation that the previous step made and left live.
     FreeOfStepBefore {
         number: usize,
     },
@@ -27,7 +27,7 @@ pub(crate) enum BodyOp {
 #[derive(Clone, Debug)]
 pub(crate) struct Body(Vec<BodyOp>);
 
-/// Maximum number of drawn ops of a body.
+/// Maximum number of ops that are drawn for a body.
 const OPS_MAX: u64 = 24;
 
 impl Body {
@@ -69,7 +69,8 @@ impl Body {
         self.0.iter().filter(|op| matches!(op, BodyOp::Allocate { .. })).count()
     }
 
-    /// Returns the ops. One time in five they vary: the step ends early, a size changes, or a free or use is missing.
+    /// Returns the ops for one step. One time in five they vary: the step ends early, a size changes, or a free or use
+    /// is missing.
     pub(crate) fn ops(&self, random: &mut SplitMix64) -> Vec<BodyOp> {
         let mut ops = self.0.clone();
         if random.below(5) > 0 {

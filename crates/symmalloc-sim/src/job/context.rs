@@ -1,24 +1,24 @@
-//! The context of a rank: everything that differs between ranks that run the same program.
+//! The context of a rank: everything in which the rank differs from other ranks that run the same program.
 
 use crate::device::{Call, Delays, Fault, SplitMix64};
 use crate::job::schedule::Schedule;
 use std::fmt;
 use symmalloc_core::AllocationId;
 
-/// The context of one rank. Addresses, raw handles and event timing are not listed here; they are drawn from (seed,
-/// rank).
+/// The context of one rank. It does not list addresses, raw handles and event timing, because they are drawn from
+/// (seed, rank).
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RankContext {
-    /// The rank's number. It does not change when other ranks are removed.
+    /// The rank's number. It does not change when another rank is removed.
     pub rank: u32,
-    /// Interleaving of the rank's threads.
+    /// The order in which steps of the rank's threads are interleaved.
     pub schedule: Schedule,
-    /// Duration of work on the rank's device.
+    /// Duration of the work on the rank's device.
     pub delays: Delays,
     /// Maximum number of ticks that pass between two steps.
     pub pace_ticks: u32,
-    /// Rate, per million steps, at which the rank drops completed fences.
+    /// Rate, per million steps, at which the rank asks the driver which fences have completed, and drops these fences.
     pub asks_per_million: u32,
     /// Device memory in bytes; `None` for ample memory.
     pub memory_bytes: Option<u64>,
@@ -28,9 +28,9 @@ pub struct RankContext {
     pub private_per_million: u32,
     /// Number of syncs after which the rank restarts without having failed; `None` if it does not restart.
     pub restart_at: Option<u32>,
-    /// Reaction of the job to the loss of the rank's device.
+    /// Reaction of the job if the rank's device is lost.
     pub after_loss: AfterLoss,
-    /// Deviation of the rank's program from that of the other ranks, which the simulator must detect.
+    /// Deviation of the rank's program from the program of all other ranks. The simulator must detect it.
     pub deviation: Option<Deviation>,
 }
 
@@ -39,7 +39,7 @@ pub struct RankContext {
 pub struct RankFault {
     /// The kind of call; `None` for any kind.
     pub call: Option<Call>,
-    /// Ordinal of the call among those of its kind, from 0.
+    /// Ordinal of the call among the calls of its kind, from 0.
     pub ordinal: u64,
     /// The error that the call returns.
     pub fault: Fault,
@@ -56,7 +56,7 @@ pub enum AfterLoss {
     Restart,
 }
 
-/// A deviation of a rank's program from that of the others. Only tests of the simulator use it.
+/// A deviation of a rank's program from the program of all other ranks. Only tests of the simulator use it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Deviation {
@@ -92,7 +92,7 @@ impl RankContext {
         }
     }
 
-    /// Creates an adverse context without faults, drawn from (seed, rank).
+    /// Creates an adverse context without faults. The context is drawn from (seed, rank).
     pub fn adverse(seed: u64, rank: u32) -> Self {
         let mut random = sequence(seed, Purpose::RankContext, rank.into());
         let mut pick = |choices: u64| random.below(choices) as usize;
@@ -112,7 +112,7 @@ impl RankContext {
     }
 }
 
-/// The purpose of a random sequence. Each purpose has a separate sequence, so that none affects another.
+/// The purpose of a random sequence. Each purpose has a separate sequence, so that no purpose affects another.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Purpose {
     JobPlan,

@@ -1,7 +1,8 @@
-//! The host threads that simulate the ranks. No outcome depends on their number.
+//! The host threads that simulate the ranks. Their number does not affect any outcome.
 //!
 //! A single thread drives allocators without locks ([`Exclusive`](symmalloc_core::lock::Exclusive)), and several
-//! threads drive allocators with locks. Both kinds are therefore simulated, and must produce the same results.
+//! threads drive allocators with locks. The simulator therefore covers both kinds, and they must produce the same
+//! results.
 
 use crate::job::schedule::Scheduler;
 use std::collections::BTreeMap;
@@ -36,14 +37,14 @@ impl<S: Send> Crew<S> for Workers {
         let next = || shares.lock().unwrap_or_else(PoisonError::into_inner).next();
         let answer = || std::iter::from_fn(next).map(|(number, seats)| (number, Alone.each(seats, &work))).collect();
         let answers: Vec<Vec<_>> = on_threads(self.0, answer);
-        // By seat, because threads may take the shares in any order.
+        // The results are sorted by seat, because threads may take the shares in any order.
         let answers: BTreeMap<usize, Vec<R>> = answers.into_iter().flatten().collect();
         answers.into_values().flatten().collect()
     }
 }
 
-/// Calls `work` on the given number of threads, one of which is the calling one, and returns the results. Uses fewer threads if the system
-/// creates no more, so `work` must take its tasks from a shared queue until that is empty.
+/// Calls `work` on the given number of threads, one of which is the calling thread, and returns the results. Uses fewer threads if the
+/// system cannot create as many, so `work` must take its tasks from a shared queue until the queue is empty.
 pub fn on_threads<T: Send>(count: NonZeroUsize, work: impl Fn() -> T + Sync) -> Vec<T> {
     thread::scope(|scope| {
         let start = |_| thread::Builder::new().spawn_scoped(scope, &work).ok();

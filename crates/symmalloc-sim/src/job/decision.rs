@@ -6,7 +6,7 @@ use symmalloc_core::plans::StepError;
 use symmalloc_core::sleep::{SleepCause, SleepError};
 use symmalloc_core::{LimitScope, Placement};
 
-/// A decision about a step. Two ranks have equal decisions if and only if they decided identically.
+/// The decision of an allocator about a step. Decisions are equal if and only if the allocators decided identically.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Decision {
@@ -18,7 +18,7 @@ pub enum Decision {
     Ended {
         /// Number of allocations that were placed where the plan put them.
         planned: u32,
-        /// Index of the first allocation that was not; `None` if there is none.
+        /// Index of the first allocation that was not placed by the plan; `None` if there is none.
         differs_at: Option<u32>,
     },
     /// The op was refused.
@@ -37,7 +37,7 @@ pub enum DecidedRefusal {
     PoolLimit,
     /// The limit over all pools is reached.
     LimitOverAll,
-    /// The heap's segment or range is full.
+    /// The segment or address range of the heap is full.
     SegmentFull,
     /// The pool cannot be destroyed because it has live allocations.
     PoolInUse,

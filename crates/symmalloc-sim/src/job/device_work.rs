@@ -1,7 +1,7 @@
-//! Simulated device work of a correct program, as input for the race detector.
+//! Device work of a correct program, as input for the race detector.
 //!
-//! Each stream that uses an allocation writes all of it, after waiting for the other users. The allocator is
-//! responsible for all other ordering between streams.
+//! Each stream that uses an allocation writes all of it, after waiting for the streams that already use it. The
+//! allocator is responsible for all further ordering between streams.
 
 use crate::device::{Race, SimBackend};
 use symmalloc_core::backend::{Backend, DeviceAddress};
@@ -14,8 +14,8 @@ pub(crate) struct LiveBlock {
     pub(crate) handle: Option<Handle>,
     address: DeviceAddress,
     size_bytes: u64,
-    /// Streams that use the allocation, one bit each. Streams with ids of 64 and above are not tracked: they only use their own allocations,
-    /// and no other stream uses those.
+    /// Streams that use the allocation, one bit each. Streams with ids of 64 and above are not tracked: they use only their own
+    /// allocations, and no other stream uses these.
     users: u64,
     last_user: StreamId,
 }
@@ -28,7 +28,7 @@ impl LiveBlock {
         Ok(LiveBlock { handle: Some(handle), address, size_bytes, users: bit(stream), last_user: stream })
     }
 
-    /// Returns the first address, or `None` for a zero-byte allocation.
+    /// Returns the address of the first byte, or `None` for a zero-byte allocation.
     pub(crate) fn address(&self) -> Option<DeviceAddress> {
         (self.size_bytes > 0).then_some(self.address)
     }
@@ -43,8 +43,8 @@ impl LiveBlock {
         LiveBlock { handle: None, address: DeviceAddress(0), size_bytes: 0, users: 0, last_user: StreamId(0) }
     }
 
-    /// Submits work on `stream` that also uses the allocation. Submits nothing if `stream` cannot wait for earlier
-    /// users.
+    /// Submits work on `stream`, which also uses the allocation from now on. Submits nothing if the driver fails to
+    /// make `stream` wait for the earlier users.
     pub(crate) fn shared(&mut self, device: &SimBackend, stream: StreamId) -> Result<(), Race> {
         if self.users == 0 || bit(stream) == 0 {
             return Ok(());
@@ -57,7 +57,7 @@ impl LiveBlock {
             self.users |= bit(stream);
             self.last_user = stream;
         }
-        // An earlier user must not use it again without waiting for the later ones.
+        // Only the last user submits more work. An earlier user would first have to wait for the later ones.
         if self.last_user == stream {
             device.submit(stream, self.address, self.size_bytes)?;
         }

@@ -9,13 +9,14 @@ use symmalloc_core::ids::HeapId;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Failure {
-    /// The seed of the plan.
+    /// The seed of the failing plan.
     pub seed: u64,
     /// The rank that failed; `None` if the failure is not specific to one rank.
     pub rank: Option<u32>,
-    /// The first step that differs, or the step at which the failure appeared. Counted from 0, in the plan's order.
+    /// The first step that differs, or the step at which the failure appeared. Steps are counted from 0, in the plan's
+    /// order.
     pub step: Option<usize>,
-    /// The op of that step as a line of a trace.
+    /// The op of this step as a line of a trace.
     pub op: Option<Box<str>>,
     /// The cause of the failure.
     pub cause: FailureCause,
@@ -27,7 +28,7 @@ pub struct Failure {
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FailureCause {
-    /// A rank without faults made a different decision.
+    /// A rank without faults made a different decision than the reference.
     #[error("the rank decided differently: {decision}; expected {expected}")]
     OtherDecision {
         /// The rank's decision.
@@ -35,13 +36,13 @@ pub enum FailureCause {
         /// The reference's decision.
         expected: Decision,
     },
-    /// A rank without faults has a different digest.
+    /// A rank without faults has a different digest than the reference.
     #[error("the digest of the heap of {heap} differs")]
     OtherDigest {
         /// The first heap that differs.
         heap: HeapId,
     },
-    /// A use of memory that is not ordered after an earlier use.
+    /// A use of memory is not ordered after an earlier use.
     #[error(transparent)]
     Race(#[from] Race),
     /// A violated invariant.
@@ -50,7 +51,7 @@ pub enum FailureCause {
     /// A panic, such as a failed assertion.
     #[error("panic: {0}")]
     Panic(Box<str>),
-    /// Memory or other resources remain at the end of the run.
+    /// Allocations, memory or other resources remain at the end of the run.
     #[error(
         "at the end {allocations} allocations are live and {reserved_bytes} bytes are reserved; on the device: {leaks}"
     )]
@@ -62,7 +63,7 @@ pub enum FailureCause {
         /// Resources that the device still holds.
         leaks: Leaks,
     },
-    /// A restarted rank differs from the others.
+    /// A restarted rank differs from the reference.
     #[error("the rank differs from the others after its restart: the heap of {heap} differs")]
     Rejoined {
         /// The first heap that differs.
@@ -71,13 +72,13 @@ pub enum FailureCause {
     /// A rank could not be restarted.
     #[error("the rank cannot be restarted: {0}")]
     NotRestored(Box<str>),
-    /// Ranks differ, but the agreement did not detect it or did not name the rank.
+    /// Ranks differ, but the agreement reported no difference or did not report this rank.
     #[error("the rank differs from this step on, and the agreement did not report it")]
     Missed,
     /// The agreement reported a rank that does not differ.
     #[error("the agreement reported the rank, but it does not differ")]
     FalseAlarm,
-    /// The agreement named a different op than the one at which the ranks diverged.
+    /// The agreement named a different op than the op at which the ranks diverged.
     #[error("the agreement named {named}, but the ranks diverged at {expected}")]
     OtherOpNamed {
         /// Ops that the agreement named.
@@ -85,18 +86,18 @@ pub enum FailureCause {
         /// Ops that the agreement should have named.
         expected: Box<str>,
     },
-    /// The plan has no rank without faults to compare with.
+    /// The plan has no rank without faults that could serve as the reference.
     #[error("every rank has faults: leave one rank without faults, as a reference")]
     NoReference,
 }
 
 impl FailureCause {
-    /// Returns `true` if a rank differs from the others without a fault.
+    /// Returns `true` if a rank without faults differs from the reference.
     pub(crate) fn is_difference(&self) -> bool {
         matches!(self, FailureCause::OtherDecision { .. } | FailureCause::OtherDigest { .. })
     }
 
-    /// Returns `true` if two failures are of the same kind, so that one can stand for the other.
+    /// Returns `true` if two failures are of the same kind, so that a plan with one can replace a plan with the other.
     pub(crate) fn is_like(&self, other: &FailureCause) -> bool {
         self.is_difference() && other.is_difference() || std::mem::discriminant(self) == std::mem::discriminant(other)
     }

@@ -1,14 +1,14 @@
-//! The journal of the reference rank's decisions between two syncs. The other ranks are compared with it, and it is
-//! discarded at the sync.
+//! The journal of the reference rank's decisions between two syncs. The decisions of all other ranks are compared with
+//! it. It is discarded at the sync.
 
 use crate::job::decision::Decision;
 use symmalloc_core::Digest;
 use symmalloc_core::ids::HeapId;
 
-/// A heap and its digest. Lists are in ascending order of their heaps.
+/// A heap and its digest. Lists of them are in ascending order of heaps.
 pub(crate) type HeapDigest = (HeapId, Digest);
 
-/// The decisions of a stretch, and the digests of the touched heaps after each step.
+/// The decisions of a stretch (the steps between two syncs), and the digests of the touched heaps after each step.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct DecisionJournal {
     /// Indexed by step of the stretch.
@@ -28,7 +28,7 @@ struct DecisionEntry {
 }
 
 impl DecisionJournal {
-    /// Creates an empty journal for a stretch of `steps` steps.
+    /// Creates a journal for a stretch of `steps` steps, without entries yet.
     pub(crate) fn new(steps: usize, first: Vec<HeapDigest>) -> Self {
         let entry = DecisionEntry { decision: Decision::Done, digests: (0, 0) };
         DecisionJournal { entries: vec![entry; steps], first, ..DecisionJournal::default() }
@@ -46,7 +46,8 @@ impl DecisionJournal {
         self.entries[step].decision
     }
 
-    /// Returns the number of ops of a heap before the step. Steps that touch the same heap are in program order.
+    /// Returns the number of ops of a heap before the step. Every rank runs steps that touch the same heap in program
+    /// order.
     pub(crate) fn ops_before(&self, heap: HeapId, step: usize) -> u64 {
         let earlier = (0..step).rev().find_map(|earlier| digest_of(self.digests(earlier), heap));
         earlier.or_else(|| digest_of(&self.first, heap)).map_or(0, |digest| digest.ops)

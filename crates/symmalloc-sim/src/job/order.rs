@@ -1,8 +1,8 @@
 //! The partial order of a program that several threads run, which determines the ops that may be reordered.
 //!
-//! A program is a list of steps, each of one thread. Threads run at their own pace, so a rank may run the steps in any
-//! order that keeps *dependent* steps in list order. Rule D8 requires that every such order gives the same placements
-//! and the same digests. A simulated rank picks one at random.
+//! A program is a list of steps, each of which belongs to a thread. Threads run at their own pace, so a rank may run
+//! the steps in any order that keeps *dependent* steps in list order. Rule D8 requires that every such order gives the
+//! same placements and the same digests. A simulated rank picks one of these orders at random.
 //!
 //! Two steps are dependent if they touch a common resource:
 //!
@@ -16,12 +16,13 @@
 //! | the list of pools | creation | ids are dense |
 //! | the list of streams | registration; a step that refers to a stream follows its registration | ids are dense, and a group is named before streams join it |
 //!
-//! A trim also touches the heaps of streams and pools that do not exist yet: if they were created before it, it would
-//! trim them.
+//! A trim also touches the heaps of streams and pools that do not exist yet. If they were created before the trim, the
+//! trim would include them.
 //!
-//! **Stream clocks** are deliberately absent from the table. Waits, synchronizes and uses by other streams determine
-//! what a stream waits for on the device, but never who gets which block. Steps of different threads that share only a
-//! stream may therefore be reordered, which must not affect any placement, any digest or the race detector.
+//! **Stream clocks** are deliberately absent from the table. Waits, synchronizations and uses by other streams
+//! determine what a stream waits for on the device, but never which memory an allocation gets. Steps of different
+//! threads that share only a stream may therefore be reordered. This must affect neither placements nor digests nor the
+//! race detector.
 
 use crate::job::steps::{JobStep, PoolPolicies};
 use std::collections::BTreeMap;
@@ -37,7 +38,8 @@ pub(crate) enum Resource {
     LimitOverAll,
     ListOfPools,
     ListOfStreams,
-    /// The heap of a pool whose first stream is given, or what all heaps of the pool share: its limit, or all of its memory.
+    /// The heap of a pool, identified by its first stream. `None` stands for what all heaps of the pool share: its limit, or all of its
+    /// memory.
     Part(PoolId, Option<StreamId>),
     /// All parts of a pool, including those that do not exist yet.
     Pool(PoolId),
@@ -71,7 +73,7 @@ impl Resources<'_> {
         touched.extend(self.limit_over_all());
     }
 
-    /// Returns the resource that all heaps share if there is a limit over all pools.
+    /// Returns the resource that all heaps share, if there is a limit over all pools.
     fn limit_over_all(self) -> Option<Resource> {
         self.0.limit_bytes().map(|_| Resource::LimitOverAll)
     }
@@ -125,20 +127,20 @@ impl Resources<'_> {
     }
 }
 
-/// The last steps that touched each resource. A step that touches a whole pool replaces those of its parts, so that the cost of a step does
-/// not depend on the number of pools and streams.
+/// The last steps that touched each resource. A step that touches a whole pool replaces the entries of the pool's parts, so that the cost
+/// of a step does not depend on the number of pools and streams.
 #[derive(Debug, Default)]
 struct LastSteps {
     others: BTreeMap<Resource, u32>,
-    /// Since the last step that touched the whole pool.
+    /// The last step of each part, since the last step that touched its whole pool.
     parts: BTreeMap<(PoolId, Option<StreamId>), u32>,
-    /// Since the last step that touched all pools.
+    /// The last step of each whole pool, since the last step that touched all pools.
     pools: BTreeMap<PoolId, u32>,
     all: Option<u32>,
 }
 
 impl LastSteps {
-    /// Records that `step` touches a resource, and adds the steps that it directly follows to `earlier`.
+    /// Records that `step` touches a resource. Adds the steps that it must directly follow to `earlier`.
     fn touch(&mut self, resource: Resource, step: u32, earlier: &mut Vec<u32>) {
         match resource {
             Resource::Part(pool, part) => {
@@ -184,7 +186,7 @@ fn streams_of(op: &Op) -> [Option<StreamId>; 2] {
     }
 }
 
-/// The order of the steps between two syncs: the number of direct predecessors and the successors of each step.
+/// The order of the steps between two syncs: for each step, the number of its direct predecessors, and its successors.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct JobOrder {
     /// Number of direct predecessors, by step.
@@ -286,7 +288,7 @@ mod tests {
         }
     }
 
-    /// Returns two registered streams, a sync, and then these ops, each in a separate thread.
+    /// Returns steps that register two streams, then a sync, then these ops, each in a separate thread.
     fn steps(ops: impl IntoIterator<Item = Op>) -> Vec<JobStep> {
         let streams = [A, B].map(Op::register);
         let ops = streams.into_iter().chain([Op::Sync]).chain(ops);

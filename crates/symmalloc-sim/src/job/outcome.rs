@@ -8,9 +8,9 @@ use std::ops::AddAssign;
 pub struct JobOutcome {
     /// Ranks at the start.
     pub ranks: u64,
-    /// Ops that were run, over all ranks.
+    /// Ops that ran, over all ranks.
     pub ops: u64,
-    /// Private ops of ranks, in private pools.
+    /// Ops of the ranks' private work.
     pub private_ops: u64,
     /// Allocations that were placed where a plan put them, over all ranks.
     pub planned: u64,
@@ -26,11 +26,11 @@ pub struct JobOutcome {
     pub left: u64,
     /// Ranks that differed because their driver ran out of memory, and that the agreement reported.
     pub caught: u64,
-    /// Full scans of a rank's invariants.
+    /// Full scans of a rank's invariants, over all ranks.
     pub checks: u64,
-    /// Maximum device memory that one rank held at once, in bytes.
+    /// Maximum amount of device memory that one rank held at once, in bytes.
     pub device_bytes_peak: u64,
-    /// Digest over all heaps of the reference rank, at the last sync before the liveness phase.
+    /// Digest over all heaps of the reference rank at the last sync before the liveness phase.
     pub digest: u64,
 }
 
@@ -64,7 +64,7 @@ impl AddAssign for JobFaults {
 }
 
 impl AddAssign for JobOutcome {
-    /// Sums up runs. Peaks take the maximum, and digests are folded.
+    /// Adds up the counts of several runs. For peaks, takes the maximum; digests are folded into one.
     fn add_assign(&mut self, other: Self) {
         self.ranks += other.ranks;
         self.ops += other.ops;

@@ -28,15 +28,15 @@ pub struct JobPlan {
     pub(crate) config: Config,
     pub(crate) granularity_bytes: u64,
     pub(crate) steps: Vec<JobStep>,
-    /// Contexts of at least one rank. The first that is not faulty, does not restart and does not starve others is the
-    /// reference.
+    /// Contexts of the ranks; at least one. The first rank that is not faulty, does not restart and does no private
+    /// work under a limit over all pools is the reference.
     pub(crate) ranks: Vec<RankContext>,
 }
 
-/// Maximum number of steps between two comparisons of a recorded job.
+/// Maximum number of steps of a recorded job between two comparisons.
 pub const STRETCH_MAX: usize = 2048;
 
-/// Number of host threads over which a program is spread if it names no threads.
+/// Maximum number of host threads over which a program is spread if it names no threads.
 const THREADS_BY_STREAM: u16 = 8;
 
 /// Number of ops in the history of each heap of a recorded job.
@@ -56,8 +56,8 @@ impl JobPlan {
     }
 
     /// Creates a plan that runs a recorded job on `ranks` ranks, with contexts drawn from `seed`. All of its pools are
-    /// treated as symmetric, so that the ranks compare them. Their histories are short, because there may be thousands
-    /// of ranks.
+    /// treated as symmetric, so that the ranks compare them. The histories are short, because there may be thousands of
+    /// ranks.
     pub fn of_recorded(config: &Config, records: &[Record], seed: u64, ranks: NonZeroU32) -> Self {
         let config = with_default_pool(config, &symmetric(config.default_pool()));
         let config = config.to_builder().history_ops(RECORDED_HISTORY_OPS).build().expect("in range");
@@ -72,7 +72,7 @@ impl JobPlan {
     }
 
     /// Creates a plan that runs a program on `ranks` ranks, with contexts drawn from `seed`. Streams are distributed
-    /// over up to eight threads. The records must be consistent with each other, as those of a trace are.
+    /// over up to eight threads. The records must be consistent with each other, as the records of a trace are.
     pub fn of_records(
         mut config: Config,
         records: impl IntoIterator<Item = Record>,
@@ -91,7 +91,7 @@ impl JobPlan {
                 *pool = pools[pool];
             }
             let thread = match record.op {
-                // A trace may configure the default pool before it uses it.
+                // A trace may configure the default pool before using it.
                 Op::CreatePool { pool: PoolId::DEFAULT, config: ref stated } => {
                     config = with_default_pool(&config, stated);
                     continue;
@@ -120,7 +120,7 @@ impl JobPlan {
         self
     }
 
-    /// Gives one rank a different program. For tests: the run must fail.
+    /// Gives one rank a different program. Only tests use this: the run must fail.
     #[must_use]
     pub fn with_deviation(mut self, rank: u32, deviation: Deviation) -> Self {
         if let Some(rank) = self.ranks.iter_mut().find(|context| context.rank == rank) {
@@ -144,8 +144,8 @@ impl JobPlan {
         &self.ranks
     }
 
-    /// Returns the rank that the others are compared with: the first without faults, restarts and private use of a
-    /// limit.
+    /// Returns the rank that all other ranks are compared with: the first one that has no faults, does not restart, and
+    /// does no private work under a limit over all pools.
     pub(crate) fn reference(&self) -> Option<usize> {
         let is_private = |rank: &RankContext| rank.private_per_million > 0 && self.config.total_limit_bytes().is_some();
         self.ranks.iter().position(|rank| !rank.is_faulty() && rank.restart_at.is_none() && !is_private(rank))
@@ -182,7 +182,7 @@ fn symmetric(pool: &PoolConfig) -> PoolConfig {
     pool.to_builder().stitching(None).symmetric(true).build().expect("it was valid before")
 }
 
-/// Percentages of ranks with faults, to choose from.
+/// Percentages of ranks with faults. Each job chooses one of them.
 const UNLUCKY_PERCENT: [u64; 4] = [0, 3, 10, 50];
 
 /// Draws the contexts of all ranks. One randomly chosen rank has no faults.
@@ -217,7 +217,7 @@ fn contexts(seed: u64, ranks: NonZeroU32, ops: u64) -> Vec<RankContext> {
 
 /// Draws the faults of one rank.
 fn misfortune(context: &mut RankContext, random: &mut SplitMix64, ops: u64) {
-    // Small ordinals are as likely as large ones, because early and late failures differ.
+    // Draws small ordinals as often as large ones, because early and late failures have different effects.
     let mut ordinal = |most: u64| {
         let bits = random.below(u64::from(most.max(2).ilog2()) + 1);
         random.below(1 << (bits + 1))
@@ -329,7 +329,7 @@ mod tests {
         runs("", [stream, create(7), create(3)].into_iter().chain(uses).chain([Op::DestroyPool { pool: PoolId(7) }]));
     }
 
-    /// Regression test: the work of other streams did not wait for that of a stream whose users are not tracked.
+    /// Regression test: other streams did not wait for the work of a stream whose users are not tracked.
     #[test]
     fn allocations_of_any_stream_may_be_used_by_others() {
         let streams = (0..70).map(|stream| Op::register(StreamId(stream)));

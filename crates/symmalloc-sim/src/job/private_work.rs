@@ -1,8 +1,8 @@
-//! The private work of one rank, in separate pools, on separate streams and at separate times.
+//! The private work of one rank: in its own pools, on its own and the program's streams, and at its own times.
 //!
-//! A rank that logs, keeps a cache or runs an evaluation still runs the same program: no symmetric heap may be
-//! affected. A rank creates its private pools and streams after all those of the program, so that the program's ids are
-//! the same on all ranks.
+//! A rank that logs, keeps a cache or runs an evaluation still runs the same program, so this work must not affect any
+//! symmetric heap. A rank creates its private pools and streams after all pools and streams of the program, so that the
+//! program's ids are the same on all ranks.
 
 use super::swarm::small_stitching;
 use crate::device::{Race, SimBackend, SplitMix64};
@@ -12,7 +12,7 @@ use symmalloc_core::lock::Lock;
 use symmalloc_core::units::{KIB, MIB};
 use symmalloc_core::{Allocation, PoolId, StreamId, generic};
 
-/// Maximum number of private pools, and of private streams, of a rank.
+/// Maximum number of private pools of a rank, and of its private streams.
 const PRIVATE_MAX: usize = 2;
 /// Maximum number of live private allocations.
 const LIVE_MAX: usize = 40;
@@ -23,7 +23,7 @@ const SIZES: [u64; 6] = [512, 100 * KIB, MIB + 1, 3 * MIB, 12 * MIB, 40 * MIB];
 pub(crate) struct PrivateWork {
     random: SplitMix64,
     pools: Vec<PoolId>,
-    /// Streams of the private work: all of the program's, followed by private ones.
+    /// Streams of the private work: all streams of the program, followed by private ones.
     streams: Vec<StreamId>,
     private_streams: usize,
     live: Vec<PrivateAllocation>,
@@ -40,13 +40,13 @@ struct PrivateAllocation {
 }
 
 impl PrivateWork {
-    /// Creates private work on the first `streams` streams, without any ops yet.
+    /// Creates private work that uses the first `streams` streams, without any ops yet.
     pub(crate) fn new(random: SplitMix64, streams: usize) -> Self {
         let streams = (0..streams as u16).map(StreamId).collect();
         PrivateWork { random, pools: Vec::new(), streams, private_streams: 0, live: Vec::new(), ops: 0 }
     }
 
-    /// Performs one random op. Ops whose driver call fails have no effect.
+    /// Performs one random op. An op whose driver call fails has no effect.
     pub(crate) fn work<L: Lock>(&mut self, allocator: &generic::Allocator<SimBackend, L>) -> Result<(), Race> {
         self.ops += 1;
         if self.pools.is_empty() || self.pools.len() < PRIVATE_MAX && self.random.below(50) == 0 {
@@ -60,7 +60,7 @@ impl PrivateWork {
         }
         if self.private_streams < PRIVATE_MAX && self.random.below(20) == 0 {
             self.private_streams += 1;
-            // A private stream may join a group of the program.
+            // A private stream may join one of the program's groups.
             let member = self.any_stream();
             let group = allocator.group_of(member).ok().filter(|_| self.random.below(2) == 0);
             let registered =
@@ -116,7 +116,7 @@ impl PrivateWork {
         Ok(())
     }
 
-    /// Frees all private allocations and destroys all private pools. All faults must be removed before.
+    /// Frees all private allocations and destroys all private pools. The caller must have removed all faults.
     pub(crate) fn end<L: Lock>(&mut self, allocator: &generic::Allocator<SimBackend, L>) {
         for own in self.live.drain(..) {
             allocator.free(own.allocation.handle).expect("the allocation is live and the driver works");

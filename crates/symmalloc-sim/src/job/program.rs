@@ -6,9 +6,9 @@
 //!       each with its JobOrder: the steps that may be reordered
 //! ```
 //!
-//! All ranks meet at every sync. Between two syncs a rank runs independently, so its schedule is computed when its turn
-//! comes and discarded afterward. Between stretches a rank consists only of its allocator, its device and its live
-//! allocations.
+//! All ranks meet at every sync. Between two syncs, a rank runs independently of all other ranks. Its schedule is
+//! therefore computed when its turn comes, and discarded afterward. Between two stretches, a rank consists only of its
+//! allocator, its device and its live allocations.
 
 use crate::job::order::{HeapsByAllocation, JobOrder, Resources};
 use crate::job::steps::{JobStep, PoolPolicies};
@@ -17,7 +17,7 @@ use std::ops::Range;
 use symmalloc_core::config::Config;
 use symmalloc_core::{AllocationId, Op, PoolId};
 
-/// The steps between two syncs.
+/// The steps between two syncs, and their order.
 #[derive(Clone, Debug)]
 pub(crate) struct Stretch {
     pub(crate) steps: Range<usize>,
@@ -28,9 +28,9 @@ pub(crate) struct Stretch {
 #[derive(Clone, Debug)]
 pub(crate) struct JobProgram {
     pub(crate) steps: Vec<JobStep>,
-    /// Slot, by step, in which a rank keeps the step's allocation.
+    /// By step: the slot in which a rank keeps the step's allocation.
     pub(crate) slots: Vec<u32>,
-    /// Maximum number of allocations that a rank keeps.
+    /// Number of slots: the maximum number of allocations that a rank keeps.
     pub(crate) slot_count: usize,
     pub(crate) homes: HeapsByAllocation,
     pub(crate) policies: PoolPolicies,
@@ -41,11 +41,12 @@ pub(crate) struct JobProgram {
     pub(crate) liveness: usize,
 }
 
-/// The slot of a step without an allocation.
+/// Stands for the slot of a step without an allocation.
 const NO_SLOT: u32 = u32::MAX;
 
 impl JobProgram {
-    /// Creates the program of these steps, followed by the liveness phase. A stretch has at most `stretch_max` steps.
+    /// Creates the program that consists of these steps and the liveness phase. A stretch has at most `stretch_max`
+    /// steps.
     pub(crate) fn new(config: &Config, steps: &[JobStep], stretch_max: usize) -> Self {
         let policies = PoolPolicies::new(config, steps);
         let mut steps = steps.to_vec();
@@ -78,7 +79,8 @@ fn home(op: &Op) -> Option<(AllocationId, (PoolId, symmalloc_core::StreamId))> {
     }
 }
 
-/// Splits a program at its syncs, and splits parts that are too long. The syncs themselves belong to no part.
+/// Splits a program at its syncs, and splits parts that are longer than `stretch_max`. The syncs themselves belong to
+/// no part.
 fn stretches(steps: &[JobStep], stretch_max: usize) -> Vec<Range<usize>> {
     let (mut stretches, mut start) = (Vec::new(), 0);
     for (index, step) in steps.iter().enumerate() {
@@ -93,7 +95,7 @@ fn stretches(steps: &[JobStep], stretch_max: usize) -> Vec<Range<usize>> {
     stretches
 }
 
-/// Returns the steps that end every run: the first part frees everything, and the second releases all memory.
+/// Returns the steps that end every run. The first part frees everything, and the second releases all memory.
 fn liveness_phase(steps: &[JobStep], policies: &PoolPolicies) -> [Vec<JobStep>; 2] {
     let mut live: BTreeMap<AllocationId, u8> = BTreeMap::new();
     let (mut open, mut slept) = (BTreeSet::new(), false);
@@ -101,7 +103,7 @@ fn liveness_phase(steps: &[JobStep], policies: &PoolPolicies) -> [Vec<JobStep>; 
     for step in steps {
         threads = threads.max(step.thread + 1);
         match step.op {
-            // The thread after the one that allocated it frees it.
+            // Each allocation is freed by the thread after the one that allocated it.
             Op::Allocate { id, .. } => drop(live.insert(id, step.thread + 1)),
             Op::Free { id } => drop(live.remove(&id)),
             Op::BeginStep { pool, .. } => drop(open.insert(pool)),
@@ -113,7 +115,8 @@ fn liveness_phase(steps: &[JobStep], policies: &PoolPolicies) -> [Vec<JobStep>; 
     let end = open.into_iter().map(|pool| JobStep::new(Op::EndStep { pool }, 0));
     let free = |(id, thread): (AllocationId, u8)| JobStep::new(Op::Free { id }, thread % threads);
     let mut trims = Vec::new();
-    // A step whose key has no plan releases the memory of plans if its pool is awake. Other pools are destroyed.
+    // While a pool is awake, a step whose key has no plan releases the memory of plans. Only the default pool needs
+    // this, because all other pools are destroyed.
     let has_steps = steps.iter().any(|step| matches!(step.op, Op::BeginStep { pool: PoolId::DEFAULT, .. }));
     let step = [Op::BeginStep { pool: PoolId::DEFAULT, key: u64::MAX }, Op::EndStep { pool: PoolId::DEFAULT }];
     if has_steps && !slept {
@@ -122,7 +125,7 @@ fn liveness_phase(steps: &[JobStep], policies: &PoolPolicies) -> [Vec<JobStep>; 
     trims.push(Op::Trim { pool: None });
     trims.extend((1..policies.count() as u32).map(|pool| Op::DestroyPool { pool: PoolId(pool) }));
     if slept {
-        // The pool still holds addresses to release, and may need memory of other pools to wake.
+        // The default pool still holds addresses to release, and may need the memory of other pools to wake.
         trims.push(Op::Wake { pool: PoolId::DEFAULT });
         trims.extend(step.into_iter().filter(|_| has_steps));
     }
@@ -134,8 +137,8 @@ fn liveness_phase(steps: &[JobStep], policies: &PoolPolicies) -> [Vec<JobStep>; 
     [end.chain(live.into_iter().map(free)).collect(), trims]
 }
 
-/// Assigns a slot to each allocation. A slot is reused only after a sync, because ranks free and allocate in different
-/// orders between two syncs.
+/// Assigns a slot to each allocation. A slot is reused only after a sync, because between two syncs, ranks free and
+/// allocate in different orders.
 fn slots(steps: &[JobStep], stretches: &[Stretch]) -> (Vec<u32>, usize) {
     let mut slots = vec![NO_SLOT; steps.len()];
     let mut of: BTreeMap<AllocationId, u32> = BTreeMap::new();

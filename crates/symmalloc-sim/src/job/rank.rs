@@ -1,7 +1,7 @@
 //! One rank: its allocator, its device and its context.
 //!
-//! Between syncs a rank runs the steps of a stretch in the order of its schedule. Its decisions are compared, step by
-//! step, with those of the reference rank. Only the reference writes a [`DecisionJournal`].
+//! Between two syncs (a *stretch*), a rank runs the steps in the order of its schedule. Its decisions are compared,
+//! step by step, with those of the reference rank. Only the reference writes a [`DecisionJournal`].
 //!
 //! [`crate::job::standing`] tracks how the rank differs from the reference, and `step.rs` runs single steps.
 
@@ -29,14 +29,15 @@ pub(crate) struct RankJob {
     pub(crate) config: Config,
     pub(crate) granularity_bytes: u64,
     pub(crate) program: JobProgram,
-    /// Set if ranks may use up the limit over all pools with private work, so that nonsymmetric pools may differ.
+    /// `true` if ranks may use up the limit over all pools with private work, so that nonsymmetric pools may differ.
     pub(crate) may_starve: bool,
-    /// Rank whose digests are compared after each step while it has no fault, to find the step at which it diverges.
+    /// A rank whose digests are compared after each step as long as it has no fault, to find the step at which it
+    /// diverges.
     pub(crate) watched: Option<u32>,
 }
 
 impl RankJob {
-    /// Returns `true` if ranks are compared in a pool.
+    /// Returns `true` if ranks are compared in this pool.
     pub(crate) fn compares(&self, pool: PoolId) -> bool {
         !self.may_starve || self.program.policies.of(pool).symmetric()
     }
@@ -55,7 +56,7 @@ impl RankJob {
     }
 }
 
-/// The reason why a rank did not reach the sync.
+/// The reason why a rank did not reach a sync.
 #[derive(Clone, Debug)]
 pub(crate) enum Stop {
     /// Its device is lost.
@@ -82,15 +83,15 @@ pub(crate) struct Rank<L: Lock> {
     failed_calls: u64,
     pub(crate) standing: RankStanding,
     pub(crate) ops: u64,
-    /// The step that began last, which locates a panic.
+    /// The step that the rank began last. It locates a panic.
     pub(crate) begun: Option<usize>,
     /// Allocations that were placed where a plan put them.
     pub(crate) planned: u64,
     /// Steps that deviated from their plan.
     pub(crate) differing: u64,
-    /// Private ops of completed private work.
+    /// Private ops of private work that has ended.
     private_ops: u64,
-    /// Faults that occurred before the rank was healed; `None` until then.
+    /// Faults that occurred until they were removed; `None` before that.
     healed_of: Option<JobFaults>,
 }
 
@@ -103,7 +104,7 @@ impl<L: Lock> Rank<L> {
             .granularity_bytes(job.granularity_bytes)
             .delays(context.delays)
             .memory_bytes(context.memory_bytes.unwrap_or(1 << 50));
-        // The loss of the device comes first, because the first matching rule applies.
+        // The loss of the device comes first in the list, because the first matching rule applies.
         let mut faults = context.faults.clone();
         faults.sort_by_key(|fault| fault.fault != Fault::DeviceLost);
         for fault in faults {
@@ -150,7 +151,7 @@ impl<L: Lock> Rank<L> {
         Ok(journal)
     }
 
-    /// Runs a stretch and compares its decisions with the journal. A rank that differs without a fault still runs to
+    /// Runs a stretch and compares its decisions with the journal. If a rank without faults differs, it still runs to
     /// the sync, so that the failure can include the agreement's report.
     pub(crate) fn follow(
         &mut self,
@@ -209,7 +210,7 @@ impl<L: Lock> Rank<L> {
             self.allocator.backend().tick(self.moments.below(u64::from(pace_ticks) + 1));
         }
         if asks_per_million > 0 && self.moments.chance(asks_per_million) {
-            // The answer of the driver must not affect any decision.
+            // The driver's answer must not affect any decision.
             let _answer = self.allocator.drop_completed_fences();
         }
         let has_all =
@@ -228,7 +229,7 @@ impl<L: Lock> Rank<L> {
         self.healed_of.is_none() && self.context.faults.iter().any(is_end)
     }
 
-    /// Returns `true` if the call that the fault applies to has been made.
+    /// Returns `true` if the call that should fail with this fault has been made.
     fn has_happened(&self, fault: &RankFault) -> bool {
         let calls = self.allocator.backend().calls();
         fault.call.map_or(calls.fallible(), |call| calls.of(call)) > fault.ordinal
@@ -255,7 +256,7 @@ impl<L: Lock> Rank<L> {
         }
     }
 
-    /// Starts to follow the rank's digests if one of its driver calls has failed.
+    /// Starts to follow the rank's digests once one of its driver calls has failed.
     fn notice_refusals(&mut self) {
         if !self.context.is_faulty() {
             return;
@@ -267,7 +268,7 @@ impl<L: Lock> Rank<L> {
         }
     }
 
-    /// Compares the decision about the step at `index` in a stretch.
+    /// Compares the rank's decision about the step at `index` of a stretch with the reference's.
     fn compare(
         &mut self,
         job: &RankJob,
@@ -291,7 +292,7 @@ impl<L: Lock> Rank<L> {
             }
             self.standing.begin_to_follow();
         }
-        // Private use of the limit may leave no memory for a plan, which no decision shows immediately.
+        // Private work may leave no memory under the limit for a plan. No decision shows this immediately.
         if job.may_starve && matches!(op, Op::BeginStep { .. }) {
             self.standing.begin_to_follow();
         }
@@ -377,7 +378,7 @@ impl<L: Lock> Rank<L> {
 
     /// Checks, at the end of the liveness phase, that everything was freed and released.
     pub(crate) fn check_ended(&self, job: &RankJob) -> Result<(), FailureCause> {
-        // Waits for the fences of the last users of remaining segments, and then drops the fences.
+        // Waits for the last users of the remaining segments, so that their fences can be dropped.
         for stream in (0..self.allocator.stream_count() as u16).map(StreamId) {
             self.allocator.backend().synchronize(stream).expect("the driver works");
             self.allocator.note_synchronized(stream).expect("the stream is registered");
@@ -386,7 +387,7 @@ impl<L: Lock> Rank<L> {
         self.allocator.check().map_err(|violation| FailureCause::Violation(violation.to_string().into()))?;
         let stats = self.allocator.stats();
         let kept = match job.program.policies.of(PoolId::DEFAULT).segments() {
-            // Such a segment is never released, and the default pool is never destroyed.
+            // A reserved segment is never released, and the default pool is never destroyed.
             SegmentPolicy::Reserved { .. } => {
                 self.allocator.pool_stats(PoolId::DEFAULT).map_or(0, |stats| stats.reserved_bytes.current)
             }

@@ -1,12 +1,12 @@
-//! Restarts of ranks: a rank starts on a new device from layouts that were saved at the last sync, and then behaves
-//! like the other ranks.
+//! Restarts of ranks: a rank starts on a new device from layouts that were saved at the last sync. From then on, it
+//! must behave like the other ranks.
 //!
 //! ```text
 //!  a rank at the sync ──► the layout of each pool, as text ─┐
 //!                         live allocations and locations   ─┴─► new device, new allocator ─► restarted rank
 //! ```
-//! A rank with a scheduled restart saves its own layouts. A rank that was lost or that differs uses those of the
-//! reference, because layouts are the same on all ranks.
+//! A rank with a scheduled restart uses its own layouts. A rank that was lost or that differs uses the reference's
+//! layouts, because layouts are the same on all ranks.
 
 use crate::job::context::RankContext;
 use crate::job::device_work::LiveBlock;
@@ -38,8 +38,8 @@ struct Kept {
 }
 
 impl Checkpoint {
-    /// Saves the state of a rank after `stretches` stretches. Returns `None` if a layout cannot be saved, because the
-    /// driver still holds memory of dead segments, or because a pool has stitched ranges or plans.
+    /// Saves the state of a rank after `stretches` stretches. Returns `None` if a layout cannot be saved, either
+    /// because the driver still holds memory of dead segments, or because a pool has stitched ranges or plans.
     pub(crate) fn take<L: Lock>(job: &RankJob, rank: &Rank<L>, stretches: usize) -> Option<Self> {
         let layouts = (0..rank.pools.len()).map(|pool| {
             let pool = rank.pools[pool];
@@ -61,7 +61,7 @@ impl Checkpoint {
         })
     }
 
-    /// Restarts a rank. The new rank has no faults, but continues its private work.
+    /// Restarts a rank. The new rank has no faults, but continues the private work.
     pub(crate) fn resume<L: Lock>(
         &self,
         job: &RankJob,
@@ -97,7 +97,7 @@ impl Checkpoint {
                 rank.live[*slot] = Some(live.ok_or_else(lost)?);
             }
         }
-        // A zero-byte allocation outlives its pool, but has no state to restore.
+        // A zero-byte allocation outlives its pool, but there is no state to restore.
         for (slot, _) in self.live.iter().filter(|(_, kept)| self.layouts[kept.pool.index()].is_none()) {
             rank.live[*slot] = Some(LiveBlock::outliving_its_pool());
         }
@@ -113,6 +113,6 @@ fn homes_of_slots(job: &RankJob, stretches: usize) -> BTreeMap<usize, (PoolId, S
         Op::Allocate { pool, stream, .. } => Some((*slot as usize, (pool, stream))),
         _ => None,
     });
-    // The last allocation that was assigned to a slot occupies it.
+    // If several allocations used a slot, the last one occupies it.
     made.collect()
 }

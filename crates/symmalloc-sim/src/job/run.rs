@@ -1,4 +1,5 @@
-//! A run of all ranks of a plan, stretch by stretch, with a comparison at every sync.
+//! Runs all ranks of a plan, one *stretch* (the steps between two syncs) at a time, and compares the ranks at every
+//! sync.
 //!
 //! ```text
 //!           ┌─ reference ──► journal ─┐
@@ -38,7 +39,7 @@ pub struct JobProgress {
 /// Simulates a job on `workers` host threads. Calls `progress` at every sync.
 ///
 /// # Errors
-/// Returns the first failure, ordered by step between two syncs and then by rank.
+/// Returns the first failure: the failures before the same sync are ordered by step, then by rank.
 ///
 /// # Determinism
 /// The outcome or failure is determined by the plan. The number of threads does not affect it.
@@ -56,8 +57,8 @@ pub fn simulate(
     else {
         return Err(failure);
     };
-    // The ranks may have diverged long before a decision shows it. Runs again and compares that rank's digests after
-    // each step.
+    // A rank may have diverged long before a decision shows it. To find the step, runs the plan again and compares this
+    // rank's digests after each step.
     match run(plan, workers, Some(rank), &mut |_| ()) {
         Err(earlier) if earlier.rank == failure.rank && earlier.step != failure.step => Err(earlier),
         _ => Err(failure),
@@ -110,7 +111,7 @@ fn message(panic: &(dyn std::any::Any + Send)) -> Box<str> {
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message").into()
 }
 
-/// A failure without the fields that are common to the run.
+/// A failure without the fields that all failures of the run share.
 #[derive(Debug)]
 struct Failed {
     rank: Option<u32>,
@@ -135,12 +136,12 @@ enum Arrival {
     AtSync,
     /// The rank's device is lost.
     Lost,
-    /// The seat is vacant.
+    /// No rank holds the seat, so nothing ran.
     Vacant,
 }
 
 impl<L: Lock> Seat<L> {
-    /// Lets the rank, if there is one, run a stretch.
+    /// Runs a stretch of the rank, if there is one.
     fn follow(
         &mut self,
         job: &RankJob,
@@ -175,7 +176,7 @@ struct Run<'a, L: Lock, C> {
     outcome: JobOutcome,
 }
 
-/// One rank in this many, in addition to the reference, is scanned at a sync.
+/// The invariants of one rank in this many, and of the reference, are scanned at a sync.
 const CHECKED_ONE_IN: u64 = 16;
 
 impl<'a, L: Lock, C: Crew<Seat<L>>> Run<'a, L, C> {
@@ -221,7 +222,7 @@ impl<'a, L: Lock, C: Crew<Seat<L>>> Run<'a, L, C> {
         digests.fold(0, |all, one| all.rotate_left(1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ one)
     }
 
-    /// Lets every rank run a stretch, the reference first.
+    /// Runs a stretch on every rank, the reference first.
     fn stretch(&mut self, stretch: usize) -> Result<Vec<Arrival>, Failed> {
         let job = self.job;
         let reference = self.reference();
@@ -241,7 +242,8 @@ impl<'a, L: Lock, C: Crew<Seat<L>>> Run<'a, L, C> {
         self.first_failure(answers)
     }
 
-    /// Returns the failure with the earliest step and then the first seat, independent of host thread timing.
+    /// Returns the failure with the earliest step; among equal steps, the one of the first seat. The result does not
+    /// depend on the timing of host threads.
     fn first_failure(&self, answers: Vec<Result<Arrival, Failed>>) -> Result<Vec<Arrival>, Failed> {
         let failed_at = |seat: usize| answers[seat].as_ref().err().map(|failed| failed.step.unwrap_or(usize::MAX));
         let first = (0..answers.len()).filter_map(|seat| Some((failed_at(seat)?, seat))).min();
@@ -264,7 +266,7 @@ impl<'a, L: Lock, C: Crew<Seat<L>>> Run<'a, L, C> {
         self.seats.iter().enumerate().filter_map(|(seat, rank)| Some((seat, rank.0.as_deref()?))).collect()
     }
 
-    /// Compares all ranks at a sync, and restarts or removes those that are lost or differ.
+    /// Compares all ranks at a sync. Ranks that are lost or differ restart or leave the job.
     fn sync(&mut self, stretch: usize, arrivals: &[Arrival]) -> Result<(), Failed> {
         self.outcome.syncs += 1;
         let mut restarting = BTreeMap::new();
@@ -288,7 +290,8 @@ impl<'a, L: Lock, C: Crew<Seat<L>>> Run<'a, L, C> {
         })?;
         let syncs = stretch as u32 + 1;
         for (seat, rank) in live {
-            // Only the simulator compares nonsymmetric pools. It also restarts ranks that differ there.
+            // The agreement compares only symmetric pools. The simulator compares all pools, and also restarts ranks
+            // that differ in a nonsymmetric one.
             if reported.contains(&seat) || rank.standing.first_departed().is_some() {
                 restarting.insert(seat, LayoutSource::Reference);
             } else if rank.context.restart_at == Some(syncs) {
@@ -299,7 +302,7 @@ impl<'a, L: Lock, C: Crew<Seat<L>>> Run<'a, L, C> {
         if restarting.is_empty() { Ok(()) } else { self.restart(&restarting, stretch + 1) }
     }
 
-    /// Checks the invariants of some ranks.
+    /// Checks the invariants of the reference and of some other ranks.
     fn check(&mut self, stretch: usize) -> Result<(), Failed> {
         let mut random = sequence(self.job.seed, Purpose::Checks, stretch as u64);
         for (seat, rank) in self.seats.iter().enumerate().filter_map(|(seat, rank)| Some((seat, rank.0.as_ref()?))) {
@@ -312,7 +315,7 @@ impl<'a, L: Lock, C: Crew<Seat<L>>> Run<'a, L, C> {
         Ok(())
     }
 
-    /// Restarts ranks, which then behave like the others.
+    /// Restarts ranks, which must then behave like the other ranks.
     fn restart(&mut self, seats: &BTreeMap<usize, LayoutSource>, stretches: usize) -> Result<(), Failed> {
         let job = self.job;
         let reference = self.seats[self.reference].0.as_deref().expect("the reference has no faults");

@@ -1,10 +1,10 @@
-//! Schedules: the order in which one rank runs the steps between two syncs.
+//! Schedules: the orders in which ranks run the steps between two syncs.
 //!
 //! ```text
 //! ready ──pick one──► run ──► steps that waited for this one only become ready
 //! ```
-//! Every pick is drawn from (seed, rank, stretch). A rank's schedule is a random order among those that
-//! [`JobOrder`](crate::job::order::JobOrder) allows, and is the same in every run.
+//! Every pick is drawn from (seed, rank, stretch). A rank's schedule is therefore one of the orders that
+//! [`JobOrder`](crate::job::order::JobOrder) allows, chosen at random, and is the same in every run.
 
 use crate::device::SplitMix64;
 use crate::job::order::JobOrder;
@@ -18,16 +18,16 @@ pub enum Schedule {
     JobProgram,
     /// Any ready step.
     Uniform,
-    /// The ready step that is last in the program, which deviates most from program order.
+    /// The ready step that is last in the program. This deviates most from program order.
     Latest,
-    /// Usually the step that became ready last, which gives long runs of one thread.
+    /// Usually the step that became ready last. This gives long runs of steps of one thread.
     Runs,
 }
 
 impl Schedule {
     pub(crate) const ALL: [Schedule; 4] = [Schedule::JobProgram, Schedule::Uniform, Schedule::Latest, Schedule::Runs];
 
-    /// Returns the name used in a story.
+    /// Returns the name that stories use.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Schedule::JobProgram => "program",
@@ -38,7 +38,7 @@ impl Schedule {
     }
 }
 
-/// Buffers for computing schedules, reused for each one.
+/// Buffers for computing schedules, reused for each schedule.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Scheduler {
     waits_for: Vec<u32>,
@@ -47,7 +47,7 @@ pub(crate) struct Scheduler {
 }
 
 impl Scheduler {
-    /// Returns the steps in the order of this rank.
+    /// Returns the steps in the order in which this rank runs them.
     pub(crate) fn schedule(&mut self, order: &JobOrder, style: Schedule, mut random: SplitMix64) -> &[u32] {
         self.order.clear();
         if style == Schedule::JobProgram {

@@ -1,8 +1,9 @@
-//! Shrinking of a failing plan to a smaller one that still fails in the same way.
+//! Shrinking: reduces a failing plan to a smaller one that still fails in the same way.
 //!
-//! Uses delta debugging (Zeller and Hildebrandt, 2002): omit parts, large ones first, and keep changes that still fail.
-//! A plan has parts of five kinds: ranks, steps, the context of each rank, threads, and configuration. They are tried
-//! in turn until none shrinks further. The plan remains valid after every omission.
+//! Uses delta debugging (Zeller and Hildebrandt, 2002): it omits parts, large ones first, and keeps each change after
+//! which the plan still fails. A plan has parts of five kinds: ranks, steps, the context of each rank, threads, and
+//! configuration. Each kind is tried in turn, repeatedly, until no kind shrinks further. The plan remains valid after
+//! every omission.
 
 use crate::device::Delays;
 use crate::job::context::{AfterLoss, RankContext};
@@ -49,7 +50,7 @@ struct Shrinker {
 }
 
 impl Shrinker {
-    /// Keeps a plan if it fails in the same way as the best one.
+    /// Keeps a plan if it fails in the same way as the best plan so far.
     fn try_plan(&mut self, plan: JobPlan) -> bool {
         if self.best.runs >= self.runs_max || plan == self.best.plan || plan.reference().is_none() {
             return false;
@@ -64,7 +65,7 @@ impl Shrinker {
         }
     }
 
-    /// Applies a change to the best plan and keeps it if the plan fails in the same way.
+    /// Applies a change to the best plan, and keeps the changed plan if it fails in the same way.
     fn try_change(&mut self, change: impl FnOnce(&mut JobPlan)) -> bool {
         let mut plan = self.best.plan.clone();
         change(&mut plan);
@@ -99,7 +100,7 @@ impl Shrinker {
         self.try_change(|plan| plan.steps = renumbered(&plan.steps));
     }
 
-    /// Omits parts of a list, halves first, down to single items.
+    /// Omits parts of a list: first halves, and finally single items.
     fn leave_out(&mut self, count: impl Fn(&JobPlan) -> usize, leave_out: impl Fn(&mut JobPlan, usize, usize)) {
         let mut part = count(&self.best.plan).div_ceil(2);
         while part > 0 {
@@ -181,7 +182,7 @@ fn without_dangling_steps(steps: impl Iterator<Item = JobStep>) -> Vec<JobStep> 
     steps.filter(makes_sense).collect()
 }
 
-/// Returns the steps without unused streams and pools, and renumbers the others.
+/// Returns the steps without unused streams and pools, and with the remaining ones renumbered.
 fn renumbered(steps: &[JobStep]) -> Vec<JobStep> {
     let (mut streams, mut pools) = (BTreeSet::new(), BTreeSet::new());
     for step in steps {
@@ -211,7 +212,7 @@ fn renumbered(steps: &[JobStep]) -> Vec<JobStep> {
         match &mut step.op {
             Op::RegisterStream { stream, group } => {
                 *stream = *streams.get(stream)?;
-                // Without its first stream, a group is named after the next one.
+                // If the first stream of a group is omitted, the group is named after its next stream.
                 *group = *groups.entry(*group).or_insert(*stream);
             }
             Op::CreatePool { pool, .. } => *pool = *pools.get(pool)?,

@@ -4,8 +4,9 @@
 //!  alike ───a driver call fails──────────────► followed ───different digest after a step────► departed, heap by heap
 //!    │ different decision: a failure              │ same digests: no failure
 //! ```
-//! A rank without faults must decide like the reference. A rank with faults may diverge. The simulator follows its
-//! digests, so that it knows the step at which each heap diverged, and checks the agreement's report against that step.
+//! A rank without faults must decide like the reference. A rank with faults may diverge. The simulator follows the
+//! digests of such a rank, so that it knows the step at which each heap diverged. It checks the agreement's report
+//! against this step.
 
 use crate::job::journal::{DecisionJournal, HeapDigest, digest_of};
 use std::collections::BTreeMap;
@@ -16,18 +17,19 @@ use symmalloc_core::ids::HeapId;
 #[derive(Clone, Debug)]
 pub(crate) enum RankStanding {
     Alike,
-    /// A fault occurred. Holds the departures of heaps that differ now, or that differed when their pool was destroyed.
+    /// A fault occurred. Contains the departures of the heaps that differ now, and of those that differed when their
+    /// pool was destroyed.
     Followed {
         departed: BTreeMap<HeapId, Departure>,
     },
 }
 
-/// The point at which a heap began to differ from the reference's.
+/// The point at which a heap began to differ from the reference's heap.
 #[derive(Clone, Debug)]
 pub(crate) struct Departure {
     /// The step of the program.
     pub(crate) step: usize,
-    /// Ops of the heap, counted from 0, that the step made. They include the first op that differs.
+    /// Ops of the heap that the step made, counted from 0. They include the first op that differs.
     pub(crate) ops: Range<u64>,
 }
 
@@ -36,26 +38,28 @@ impl RankStanding {
         RankStanding::Followed { departed: BTreeMap::new() }
     }
 
-    /// Starts to follow the rank after a fault.
+    /// Starts to follow the rank's digests after a fault.
     pub(crate) fn begin_to_follow(&mut self) {
         if let RankStanding::Alike = self {
             *self = RankStanding::followed();
         }
     }
 
-    /// Updates the departures after the step at `index` in the journal, which is step `number` of the program.
+    /// Updates the departures after the step at `index` in the journal. In the program, this step has the number
+    /// `number`.
     pub(crate) fn follow(&mut self, digests: &[HeapDigest], journal: &DecisionJournal, index: usize, number: usize) {
         let RankStanding::Followed { departed } = self else { return };
         let expected = journal.digests(index);
         for (heap, _) in digests.iter().chain(expected) {
             let (own, theirs) = (digest_of(digests, *heap), digest_of(expected, *heap));
             if own == theirs {
-                // Another heap took the same memory from it at a different step, so its history is equal again.
+                // On one of the ranks, another heap had taken memory from this heap at a different step. Now the
+                // histories are equal again.
                 departed.remove(heap);
             } else {
                 departed.entry(*heap).or_insert_with(|| {
                     let before = journal.ops_before(*heap, index);
-                    // A heap whose pool was destroyed on one side made one more op there.
+                    // If the pool was destroyed on one side only, its heap made one more op there.
                     let after = own.into_iter().chain(theirs).map(|digest| digest.ops).max().unwrap_or(0);
                     Departure { step: number, ops: before..after.max(before) + 1 }
                 });

@@ -1,7 +1,8 @@
 //! Execution of single steps on one rank, including the reaction to failed driver calls.
 //!
-//! A failed call without an effect (a fence that could not be recorded or waited for) is retried, as a program would
-//! do. Refused memory is a decision: the program continues without it, and its rank differs from then on.
+//! If a failed call had no effect (a fence that could not be recorded or waited for), it is retried, as a program would
+//! do. Refused memory is a decision: the program continues without the memory, and from then on its rank differs from
+//! the other ranks.
 
 use crate::device::Race;
 use crate::job::context::Deviation;
@@ -16,7 +17,7 @@ use symmalloc_core::lock::Lock;
 use symmalloc_core::sleep::{Phase, SleepCause, SleepError};
 use symmalloc_core::{Op, StreamId};
 
-/// Maximum number of attempts at a driver call that fails.
+/// Maximum number of attempts to make a driver call that fails.
 const ATTEMPTS_MAX: usize = 100;
 
 impl<L: Lock> Rank<L> {
@@ -74,7 +75,7 @@ impl<L: Lock> Rank<L> {
                 if let Err(error) = noted {
                     return refused(DecidedRefusal::from(&error));
                 }
-                // Sleeping memory must not be used.
+                // The memory of a sleeping pool must not be used.
                 if self.allocator.phase(self.pools[job.program.homes[&id].0.index()]) == Ok(Phase::Awake) {
                     live.shared(self.allocator.backend(), stream)?;
                 }
@@ -96,8 +97,8 @@ impl<L: Lock> Rank<L> {
         Ok(Decision::Done)
     }
 
-    /// Returns `true` if the op refers to its allocation by address. This alternates between ops and between ranks, and
-    /// must not affect any decision.
+    /// Returns `true` if the op refers to its allocation by address. Ops and ranks alternate between addresses and
+    /// handles, which must not affect any decision.
     fn uses_address(&self, number: usize) -> bool {
         (number + self.context.rank as usize) % 2 == 1
     }
@@ -146,7 +147,7 @@ impl<L: Lock> Rank<L> {
                 }
                 Err(error) => refused(DecidedRefusal::from(&AllocateError::from(error))),
             },
-            // Each attempt is added to the digest, so a rank that needs several attempts differs.
+            // Each attempt is added to the digest, so a rank that needs several attempts differs from the other ranks.
             Op::Sleep { pool, contents } => {
                 let pool = self.pools[pool.index()];
                 match retry(|| self.allocator.sleep(pool, *contents), |error| !is_misuse(error)) {
@@ -178,7 +179,7 @@ impl<L: Lock> Rank<L> {
         }
     }
 
-    /// Registers the program's next stream, in this group or in a new one.
+    /// Registers the program's next stream, in the given group or in a new one.
     pub(crate) fn register_stream(&mut self, group: Option<StreamId>) {
         let registered = match group {
             None => self.allocator.register_stream(),

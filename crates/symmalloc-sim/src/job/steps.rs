@@ -24,7 +24,7 @@ impl JobStep {
     }
 }
 
-/// The policies of all pools that the program creates, by pool id, the groups of its streams, and the limit over all
+/// The policies of all pools that the program creates, by pool id; the groups of its streams; and the limit over all
 /// pools.
 #[derive(Clone, Debug)]
 pub(crate) struct PoolPolicies {
@@ -66,7 +66,7 @@ impl PoolPolicies {
         (0..self.pools.len() as u32).map(PoolId)
     }
 
-    /// Returns the pool with this ordinal among the symmetric pools, as reported by the agreement.
+    /// Returns the pool with this ordinal among the symmetric pools. The agreement identifies pools by this ordinal.
     pub(crate) fn symmetric(&self, ordinal: u32) -> PoolId {
         let mut symmetric = self.pools().filter(|pool| self.of(*pool).symmetric());
         symmetric.nth(ordinal as usize).expect("all symmetric pools of a rank belong to the program")

@@ -1,8 +1,8 @@
-//! Stories: a failing plan as a trace that starts with a description of the failure.
+//! Stories: a story is a failing plan, written as a trace that starts with a description of the failure.
 //!
-//! A story is an ordinary trace, which `symmalloc replay` and every test can run. Comments hold the information that
-//! the trace format cannot express: lines that begin with `#!` contain the seed, the granularity, the ranks with their
-//! contexts, and the threads. `symmalloc simulate` reads them, so the file alone reproduces the failure.
+//! `symmalloc replay` and every test can run a story, because it is an ordinary trace. Comments hold the information
+//! that the trace format cannot express: lines that begin with `#!` contain the seed, the granularity, the ranks with
+//! their contexts, and the threads. `symmalloc simulate` reads these lines, so the file alone reproduces the failure.
 //!
 //! ```text
 //! symmalloc-trace 1
@@ -29,13 +29,14 @@ use symmalloc_trace::{Trace, TraceError, TraceWriteError};
 
 /// The prefix of lines that only the simulator interprets.
 const MARK: &str = "#! ";
-/// Maximum number of ranks of a story, and of its steps on all ranks. A rank takes about 140 KB, and more with each step.
+/// Maximum number of ranks of a story (`RANKS_MAX`), and of its steps over all ranks (`STEPS_MAX`). A rank takes about
+/// 140 KB, and more with each step.
 const RANKS_MAX: usize = 4096;
 const STEPS_MAX: usize = 10_000_000;
 /// Number of threads per line.
 const THREADS_PER_LINE: usize = 1000;
 
-/// Writes the story of a failing plan. `comment` comes first.
+/// Writes the story of a failing plan. The story begins with `comment`.
 ///
 /// # Errors
 /// Returns an error if the steps of the plan contradict each other.
@@ -48,7 +49,7 @@ pub fn write(plan: &JobPlan, failure: &Failure, comment: &str) -> Result<String,
     let trace = Trace::new(Some(plan.config.clone()), plan.steps.iter().map(record).collect())?.to_text();
     let mut story = String::new();
     let mut lines = trace.lines();
-    // The version and the configuration.
+    // The first two lines are the version and the configuration.
     lines.by_ref().take(2).for_each(|line| add(&mut story, format_args!("{line}")));
     comment.lines().for_each(|line| add(&mut story, format_args!("# {line}")));
     add(&mut story, format_args!("#"));
@@ -128,7 +129,7 @@ pub enum StoryError {
     /// The text is not a valid trace.
     #[error(transparent)]
     Trace(#[from] TraceError),
-    /// A simulator line has an invalid word.
+    /// A simulator line contains an invalid word.
     #[error("line {line}: invalid simulator word `{word}`: use the words that `symmalloc simulate` writes")]
     Word {
         /// The line number, counted from 1.
@@ -136,7 +137,7 @@ pub enum StoryError {
         /// The word.
         word: Box<str>,
     },
-    /// The story would take more memory than a saved failure needs.
+    /// The story would take more memory than any saved failure needs.
     #[error(
         "the story has {steps} steps on {ranks} ranks; at most {RANKS_MAX} ranks and {STEPS_MAX} steps over all ranks are allowed: run the \
          trace with `simulate --ranks`"
@@ -147,7 +148,7 @@ pub enum StoryError {
         /// Number of steps in the trace.
         steps: usize,
     },
-    /// Every rank of the story has faults, restarts or does private work under a limit.
+    /// No rank of the story can be the reference: every rank has faults, restarts or does private work under a limit.
     #[error("the story has no reference rank: add one without faults, restart or private work")]
     NoReference,
     /// The story assigns threads to more steps than it has.

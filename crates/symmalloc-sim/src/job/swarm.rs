@@ -1,11 +1,11 @@
-//! Swarm testing: draws the kinds of ops of a generated program, their frequencies and their pools.
+//! Swarm testing: each generated program draws the kinds of its ops, their frequencies and its pools.
 //!
-//! A program in which every op is equally likely rarely reaches extreme states: allocations are freed soon, and memory
-//! that fills up is trimmed. Each seed therefore first draws weights, many of them zero, and only then the steps.
+//! A program in which every op is equally likely rarely reaches extreme states, because it frees allocations soon and
+//! trims memory that fills up. Each seed therefore first draws weights, many of them zero, and only then the steps.
 //! (Groce and others, "Swarm testing", ISSTA 2012.)
 //!
-//! Half of the programs also have steps: pools that learn plans run the same body several times. In half of the
-//! programs without a limit over all pools, pools sleep between syncs.
+//! Half of the programs also have repeated steps: pools that learn plans run the same body several times. In half of
+//! the programs without a limit over all pools, some pools sleep between syncs.
 
 use crate::device::SplitMix64;
 use crate::job::body::{Body, BodyOp};
@@ -20,7 +20,7 @@ use symmalloc_core::op::Contents;
 use symmalloc_core::units::{KIB, MIB};
 use symmalloc_core::{AllocationId, Op, PoolId, StreamId};
 
-/// The kinds of steps with weights.
+/// The kinds of steps, which are drawn by weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum StepKind {
     Allocate,
@@ -36,7 +36,7 @@ enum StepKind {
     Sync,
 }
 
-/// All kinds, with the weights to choose from. Each of the four is equally likely.
+/// All kinds, each with four weights to choose from. The four weights are equally likely.
 const KINDS: [(StepKind, [u32; 4]); 11] = [
     (StepKind::Allocate, [30, 40, 60, 100]),
     (StepKind::Free, [5, 25, 40, 60]),
@@ -51,7 +51,7 @@ const KINDS: [(StepKind, [u32; 4]); 11] = [
     (StepKind::Sync, [1, 2, 4, 8]),
 ];
 
-/// Sizes around every boundary of the size rules, in bytes.
+/// Sizes in bytes, on both sides of every boundary of the size rules.
 pub const BOUNDARY_SIZES_BYTES: [u64; 24] = [
     1,
     512,
@@ -103,7 +103,7 @@ pub(crate) fn draw(seed: u64, ops: usize) -> Drawn {
     while writer.steps.len() < ops {
         writer.write();
     }
-    // The last step of a pool may be cut off in the middle.
+    // The last repeated step of a pool may be cut off in the middle.
     writer.steps.truncate(ops);
     Drawn { config, granularity_bytes, steps: writer.steps }
 }
@@ -132,7 +132,7 @@ fn pool_config(random: &mut SplitMix64) -> PoolConfig {
     let reclaim = pick(random, &[Reclaim::Heap, Reclaim::Pool, Reclaim::Never]);
     let threshold_bytes = pick(random, &[None, None, None, Some(24 * MIB)]);
     let segments = match segments {
-        // Memory is reserved and trimmed only by ops that name the pool.
+        // Only ops that name the pool reserve and trim its memory.
         SegmentPolicy::Expandable(mut knobs)
             if streams == StreamPolicy::Shared && reclaim == Reclaim::Never && threshold_bytes.is_none() =>
         {
@@ -156,7 +156,7 @@ fn pool_config(random: &mut SplitMix64) -> PoolConfig {
         .expect("in range")
 }
 
-/// Returns bounds that a job of a few MiB reaches.
+/// Returns bounds that are so low that a job of a few MiB reaches them.
 pub(super) fn small_stitching() -> Stitching {
     let mut stitching = Stitching::default();
     (stitching.granule_bytes, stitching.least_bytes) = (2 * MIB, 3 * MIB);
@@ -167,11 +167,11 @@ pub(super) fn small_stitching() -> Stitching {
 /// The assignment of ops to threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Threads {
-    /// One thread per stream, which also frees.
+    /// One thread per stream, which also frees the stream's allocations.
     OfStream,
-    /// One thread per stream; any thread frees.
+    /// One thread per stream; any thread may free.
     FreedByAny,
-    /// Any thread runs any op.
+    /// Any thread may run any op.
     Any,
 }
 
@@ -183,7 +183,7 @@ enum Freed {
     Oldest,
 }
 
-/// A live allocation, and its stream.
+/// A live allocation and its stream.
 type Live = (AllocationId, StreamId);
 
 /// The repeated steps of a program.
@@ -204,7 +204,7 @@ impl Repeats {
         Repeats { random, per_million, pools: Vec::new(), open: None }
     }
 
-    /// Decides whether a pool learns plans, and returns its configuration.
+    /// Decides whether a pool learns plans, and returns the pool's configuration.
     fn plan(&mut self, pool: PoolId, config: PoolConfig) -> PoolConfig {
         if self.per_million == 0 || self.random.below(3) == 0 || config.has_quota() {
             return config;
@@ -229,15 +229,15 @@ struct Sleeps {
 }
 
 impl Sleeps {
-    /// Draws the rate. `may_sleep` is `false` under a limit over all pools, which could keep a pool from waking before
-    /// a sync.
+    /// Draws the rate. `may_sleep` is `false` if there is a limit over all pools, because the limit could keep a pool
+    /// from waking before a sync.
     fn draw(seed: u64, may_sleep: bool) -> Self {
         let mut random = sequence(seed, Purpose::Sleeps, 0);
         let per_million = pick(&mut random, &[0, 0, 0, 10_000, 30_000, 80_000]) * u32::from(may_sleep);
         Sleeps { random, per_million, asleep: Vec::new() }
     }
 
-    /// Returns the next sleep or wake, if any. Waking is more likely than falling asleep.
+    /// Returns the next sleep or wake, if any. If any pool is asleep, a wake is more likely than a sleep.
     fn next(&mut self, pools: &[PoolId]) -> Option<Op> {
         let per_million = if self.asleep.is_empty() { self.per_million } else { 4 * self.per_million };
         if !self.random.chance(per_million) {
@@ -350,7 +350,7 @@ impl Writer {
         self.repeats.pools.retain(|other| *other != pool);
         let thread = self.any_thread();
         if self.sleeps.asleep.contains(&pool) {
-            // If the pool is in use, it survives and must be awake.
+            // If the pool is in use, destroying it fails and the pool survives. It must then be awake.
             self.sleeps.asleep.retain(|other| *other != pool);
             self.push(Op::Wake { pool }, thread);
         }
@@ -436,7 +436,7 @@ impl Writer {
         }
     }
 
-    /// Wakes all pools and adds a sync. Restarts use layouts, which sleeping pools do not have.
+    /// Wakes all pools and adds a sync. Ranks restart from layouts, and sleeping pools have no layouts.
     fn sync(&mut self) {
         for pool in std::mem::take(&mut self.sleeps.asleep) {
             self.push(Op::Wake { pool }, 0);
@@ -453,7 +453,7 @@ impl Writer {
         }
     }
 
-    /// Writes a body several times, each as one step of a pool, with other ops in between.
+    /// Writes a body several times, each time as one step of the pool, with unrelated ops in between.
     fn repeat(&mut self, pool: PoolId) {
         let sizes: Vec<u64> = (0..3).map(|_| self.size()).collect();
         let mut repeats = self.repeats.random.split(self.made);
@@ -466,7 +466,7 @@ impl Writer {
             let thread = self.sleeps.random.below(self.threads.into()) as u8;
             self.push(Op::Wake { pool }, thread);
         }
-        // Allocations of the previous step, by number.
+        // Allocations of the previous step, by their number within the step.
         let mut before = vec![None; body.allocation_count()];
         for _ in 0..times {
             let thread = self.any_thread();
@@ -490,8 +490,8 @@ impl Writer {
         self.repeats.open = None;
     }
 
-    /// Writes one op of a body. `made` holds the allocations of this step by number, and `before` the remaining ones of
-    /// the previous step.
+    /// Writes one op of a body. `made` contains the allocations of this step by number, and `before` the live
+    /// allocations of the previous step.
     fn write_body_op(&mut self, pool: PoolId, op: BodyOp, made: &mut Vec<Option<Live>>, before: &mut [Option<Live>]) {
         match op {
             BodyOp::Allocate { stream, size_bytes } => made.push(Some(self.push_allocate(pool, stream, size_bytes))),

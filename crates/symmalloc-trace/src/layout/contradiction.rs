@@ -31,7 +31,7 @@ pub enum Contradiction {
         /// The maximum.
         max: u64,
     },
-    /// A heap's count of segments ever created exceeds the maximum.
+    /// The number of segments that a heap has ever created exceeds the maximum.
     #[error("a heap creates at most {max} segments")]
     TooManySegments {
         /// The maximum.
@@ -43,7 +43,7 @@ pub enum Contradiction {
         /// The segment.
         segment: SegmentId,
     },
-    /// The segment's id is not below the heap's next id.
+    /// The segment's id is not below the id that the heap's next segment gets.
     #[error("{segment} does not exist yet: the heap's next segment is {next}")]
     SegmentNotBorn {
         /// The segment.
@@ -51,7 +51,8 @@ pub enum Contradiction {
         /// The id that the next segment gets.
         next: SegmentId,
     },
-    /// A small segment in a pool without fixed segments. Only fixed segments separate small requests.
+    /// A small segment in a pool without fixed segments. Only pools with fixed segments serve small requests from
+    /// separate segments.
     #[error("{segment} is small, but only a pool with fixed segments has small ones")]
     SegmentClass {
         /// The segment.
@@ -86,7 +87,7 @@ pub enum Contradiction {
     /// Allocations overlap, or are not in ascending order.
     #[error("an allocation must begin at or after the end of the preceding one")]
     AllocationOutOfOrder,
-    /// An allocation is not inside one extent.
+    /// An allocation does not lie inside a single extent.
     #[error("an allocation must lie within one extent of its segment's memory")]
     AllocationOutside,
     /// The requested size does not fit the block.
@@ -101,7 +102,7 @@ pub enum Contradiction {
         /// The allocation's stream.
         stream: StreamId,
     },
-    /// The other users of an allocation are not in ascending order, or include its owner.
+    /// The additional users of an allocation are not in ascending order, or include its owner.
     #[error("{stream} owns the allocation, or is repeated or out of order; list the other users in ascending order")]
     UserOutOfOrder {
         /// The user.

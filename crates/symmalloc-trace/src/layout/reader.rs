@@ -13,7 +13,7 @@ pub type LayoutTextError = DocumentError<Layout>;
 /// Reads the text of a layout.
 ///
 /// # Errors
-/// Returns an error if the text is not a layout, is truncated, or contradicts itself: [`LayoutTextError`] names the
+/// Returns an error if the text is not a layout, is truncated, or contradicts itself. The [`LayoutTextError`] names the
 /// line.
 pub fn read(reader: impl BufRead) -> Result<Layout, LayoutTextError> {
     text::read::<LayoutBuilder>(reader)

@@ -1,4 +1,4 @@
-//! Validating builder: assembles a layout item by item, and rejects items that no heap can satisfy.
+//! Validating builder: assembles a layout item by item, and rejects any item that no heap can satisfy.
 
 use super::contradiction::Contradiction;
 use symmalloc_core::config::{PoolConfig, SegmentPolicy};
@@ -8,11 +8,11 @@ use symmalloc_core::op::NAME_BYTES_MAX;
 use symmalloc_core::units::{SEGMENT_BYTES_MAX, UNIT_BYTES};
 use symmalloc_core::{Digest, SizeClass};
 
-/// Maximum number of ops of a heap, which a heap with a million ops per second reaches in nine years. The sum over all
+/// Maximum number of ops of a heap. A heap with a million ops per second reaches it in nine years. The sum over all
 /// heaps fits a digest's count.
 const OPS_MAX: u64 = 1 << 48;
 
-/// Maximum number of segments of a heap: half of the ids, so the restored heap can create more.
+/// Maximum number of segments of a heap: half of all ids, so that the restored heap can create more segments.
 const SEGMENTS_MAX: u32 = 1 << 31;
 
 /// A statement of a layout.
@@ -48,7 +48,8 @@ pub(super) enum LayoutItem {
     Use(StreamId),
 }
 
-/// A layout under construction. Items arrive in the order of [`LayoutItem`], each after the item that contains it.
+/// A layout under construction. Items arrive in the order of [`LayoutItem`]'s variants, each after the item that
+/// contains it.
 #[derive(Debug, Default)]
 pub(super) struct LayoutBuilder {
     config: Option<PoolConfig>,
@@ -79,7 +80,7 @@ impl LayoutBuilder {
     /// Adds the next item.
     ///
     /// # Errors
-    /// Returns an error if the item is out of order, or contradicts earlier ones. The layout is unchanged then.
+    /// Returns an error if the item is out of order or contradicts earlier items. The layout is then unchanged.
     pub(super) fn add_item(&mut self, item: LayoutItem) -> Result<(), Misfit> {
         let (Some(config), Some(granularity_bytes)) = (&self.config, self.granularity_bytes) else {
             return self.add_head(item);
@@ -145,10 +146,10 @@ impl LayoutBuilder {
         Ok(())
     }
 
-    /// Returns the layout if it is complete.
+    /// Returns the finished layout.
     ///
     /// # Errors
-    /// Returns an error if something is missing.
+    /// Returns an error if an item is missing.
     pub(super) fn layout(self) -> Result<Layout, Misfit> {
         close_segment(self.heaps.last())?;
         let config = self.config.ok_or(misplaced("`pool`"))?;
@@ -157,12 +158,12 @@ impl LayoutBuilder {
     }
 }
 
-/// Returns the segment to which memory and allocations are added.
+/// Returns the segment to which memory and allocations are currently added.
 fn open_segment(heaps: &mut [HeapLayout]) -> Option<&mut SegmentLayout> {
     heaps.last_mut()?.segments.last_mut()
 }
 
-/// Checks that the heap's last segment is complete.
+/// Checks that the last segment of the heap is complete.
 fn close_segment(heap: Option<&HeapLayout>) -> Result<(), Contradiction> {
     match heap.and_then(|heap| heap.segments.last()) {
         Some(SegmentLayout { id, extents, .. }) if extents.is_empty() => Err(Contradiction::NoMemory { segment: *id }),
@@ -241,7 +242,7 @@ fn check_memory(
     end.map(drop).ok_or(Contradiction::MemoryOutOfRange { expected_bytes })
 }
 
-/// Checks an allocation of the heap that these streams share.
+/// Checks an allocation in a heap that these streams share.
 fn check_allocation(
     group: StreamGroup,
     segment: &SegmentLayout,

@@ -13,7 +13,7 @@ pub fn to_text(layout: &Layout) -> String {
     format!("{text}end {lines}\n")
 }
 
-/// Text, and the number of its lines.
+/// Text and the number of its lines.
 struct Counted {
     text: String,
     lines: u64,
@@ -56,7 +56,7 @@ fn write_segment(out: &mut Counted, segment: &SegmentLayout) -> fmt::Result {
     Ok(())
 }
 
-/// Writes the allocation's line, without the lines of its other users.
+/// Writes the allocation's line, without the lines of its additional users.
 fn write_allocation(out: &mut Counted, allocation: &AllocationLayout) -> fmt::Result {
     let AllocationLayout { offset_bytes, size_bytes, requested_bytes, stream, name, .. } = allocation;
     out.lines += 1;

@@ -14,7 +14,7 @@ pub const VERSION: u64 = 1;
 /// Keywords that a line can start with, after the first line.
 pub(super) const KEYWORDS: &[&str] = &["config", "pool", "plan", "a", "end"];
 
-/// Word for an allocation that outlives the next step.
+/// Word for the end of an allocation that lives longer than the next step.
 pub(super) const NEVER: &str = "never";
 
 /// First line of a plan: its heap and the key of its steps.
@@ -31,7 +31,7 @@ pub(super) struct PlanHead {
 pub(super) enum PlanStatement {
     /// The allocator's configuration.
     Config(Config),
-    /// The configuration of another pool.
+    /// The configuration of a pool other than the default pool.
     Pool(PoolId, PoolConfig),
     /// The first line of a plan.
     Plan(PlanHead),

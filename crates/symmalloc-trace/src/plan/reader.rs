@@ -13,8 +13,8 @@ pub type PlanTextError = DocumentError<PlanFile>;
 /// Reads the text of a plan.
 ///
 /// # Errors
-/// Returns an error if the text is not a plan, is truncated, or cannot be followed by any allocator: [`PlanTextError`] names the line.
-/// Overlapping allocations are detected when the plan is adopted.
+/// Returns an error if the text is not a plan, is truncated, or cannot be followed by any allocator. The [`PlanTextError`] names the line.
+/// Overlapping allocations are detected only when the plan is adopted.
 pub fn read(reader: impl BufRead) -> Result<PlanFile, PlanTextError> {
     text::read::<Draft>(reader)
 }
@@ -46,7 +46,7 @@ struct Draft {
     open: Option<OpenPlan>,
 }
 
-/// A plan to which allocations can still be added.
+/// The plan to which allocation lines are currently added.
 struct OpenPlan {
     line: u64,
     head: PlanHead,
@@ -94,7 +94,7 @@ impl DocumentBuilder for Draft {
 }
 
 impl Draft {
-    /// Completes the open plan.
+    /// Completes the open plan, if there is one.
     fn close(&mut self) -> Result<(), PlanTextError> {
         let (Some(file), Some(open)) = (&mut self.file, self.open.take()) else { return Ok(()) };
         let OpenPlan { line, head, allocations, lines } = open;

@@ -26,7 +26,7 @@ pub struct ReplayError {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum StepError {
-    /// The allocation was never made, failed, or is already freed.
+    /// The allocation was never made, was refused, or is already freed.
     #[error("allocation {} is not live", .id.0)]
     NotLive {
         /// The allocation.
@@ -44,7 +44,7 @@ pub enum StepError {
         /// The observer.
         observer: ObserverId,
     },
-    /// The program repeats ops whose work grows with its live memory.
+    /// The program repeats ops whose work grows with its live memory, and exceeds the limit on this work.
     #[error(transparent)]
     TooMuchWork(#[from] TooMuchWork),
     /// A pool or stream does not exist.

@@ -14,21 +14,21 @@ use std::io::BufRead;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Format {
-    /// The word for the document in errors.
+    /// The word that errors use for the document.
     pub name: &'static str,
     /// The first word of every such text.
     pub magic: &'static str,
     /// The version that this library writes, and the only one that it reads.
     pub version: u64,
-    /// Advice for a text that is not a document of this kind.
+    /// Advice in the error for a text that is not a document of this kind.
     pub(crate) obtain: &'static str,
-    /// Advice for a torn document, or one of another version: the way to replace it.
+    /// Advice on how to replace a document that is torn or has another version.
     pub(crate) again: &'static str,
 }
 
 /// A kind of document.
 pub trait Document: Sized + 'static {
-    /// Its format.
+    /// The format of such documents.
     const FORMAT: Format;
     /// A statement that contradicts earlier ones.
     type Contradiction: Error + 'static;
@@ -41,7 +41,7 @@ pub enum DocumentError<D: Document> {
     /// A line is invalid by itself.
     #[error(transparent)]
     Line(#[from] LineError),
-    /// The first line does not identify such a document.
+    /// The first line does not identify a document of this kind.
     #[error("not a {}: the first line must be `{} {}`; {}", D::FORMAT.name, D::FORMAT.magic, D::FORMAT.version, D::FORMAT.obtain)]
     OtherFormat,
     /// The document has a later version of the format.
@@ -69,23 +69,24 @@ pub enum DocumentError<D: Document> {
         /// The contradiction.
         source: D::Contradiction,
     },
-    /// The input ends without an `end` line: its writer was interrupted.
+    /// The input ends without an `end` line, so its writer was interrupted.
     #[error("line {line}: the {} is torn; {}", D::FORMAT.name, D::FORMAT.again)]
     Torn {
         /// The line at which the input ended.
         line: u64,
     },
-    /// The `end` line states a different number of lines: some were lost, or edited.
+    /// The `end` line states a number of lines that the document does not have: lines were lost, or the document was
+    /// edited.
     #[error(
         "line {line}: the {} states {stated} lines, but has {lines}; if it was edited on purpose, write `end {lines}`",
         D::FORMAT.name
     )]
     WrongCount {
-        /// The line of the `end`.
+        /// The number of the `end` line.
         line: u64,
         /// The stated number.
         stated: u64,
-        /// Number of lines between the first one and this one.
+        /// Number of lines between the first line and the `end` line.
         lines: u64,
     },
     /// Text follows the `end` line.
@@ -102,7 +103,7 @@ pub(crate) enum Line<S> {
     /// A blank line or a comment.
     Nothing,
     Statement(S),
-    /// The number of preceding statements.
+    /// The end of the document, with the stated number of preceding statements.
     End(u64),
 }
 
@@ -140,7 +141,8 @@ pub(crate) fn read<B: DocumentBuilder>(reader: impl BufRead) -> Result<B::Docume
             return Err(DocumentError::Torn { line });
         }
         let parsed = match B::parse(line, lines.text()?) {
-            // The line may be truncated (`end 1` of `end 12`), so it counts only with the correct number.
+            // An `end` line without a line break may be truncated (`end 1` of `end 12`), so it counts only if its
+            // number is correct.
             Ok(Line::End(stated)) if ending == Ending::Whole || stated == statements => Line::End(stated),
             _ if ending == Ending::Cut => return Err(DocumentError::Torn { line }),
             parsed => parsed?,

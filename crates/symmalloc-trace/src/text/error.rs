@@ -71,12 +71,12 @@ pub enum LineError {
         /// The maximum of the field.
         max: u64,
     },
-    /// Text follows a complete line.
+    /// Text follows the last field of a line.
     #[error("line {line}, column {column}: the line is complete before this; remove the rest or comment it out with #")]
     TrailingField {
         /// The line.
         line: u64,
-        /// Column of that text.
+        /// Column of this text.
         column: usize,
     },
     /// The configuration of an allocator or of a pool is invalid.
@@ -86,7 +86,7 @@ pub enum LineError {
         line: u64,
         /// Column of the configuration's text.
         column: usize,
-        /// The error in the configuration; its offset counts from `column`.
+        /// The error in the configuration; its offset is relative to `column`.
         source: ConfigTextError,
     },
 }

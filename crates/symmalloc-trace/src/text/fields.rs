@@ -15,7 +15,7 @@ pub(crate) const SHARED: &str = "shared";
 pub(crate) struct Fields<'a> {
     line: u64,
     text: &'a str,
-    /// Byte offset into `text`, always at a character boundary.
+    /// Byte offset into `text`. It is always at a character boundary.
     at: usize,
 }
 
@@ -50,7 +50,7 @@ impl<'a> Fields<'a> {
         Ok(Line::End(stated))
     }
 
-    /// Returns the first byte of the next field, or `None` at the end of the line or at a comment.
+    /// Returns the first byte of the next field, or `None` if the line ends or a comment begins.
     #[inline]
     pub(crate) fn ahead(&mut self) -> Option<u8> {
         let bytes = self.text.as_bytes();
@@ -128,7 +128,8 @@ impl<'a> Fields<'a> {
         Ok(PoolId(self.decimal(digits, field.column, EXPECTED, u32::MAX.into())? as u32))
     }
 
-    /// Parses the streams of a heap: `sN` for one, `sN+` for the group of its first stream, or `shared`.
+    /// Parses the streams of a heap: `sN` for a single stream, `sN+` for a group named after its first stream, or
+    /// `shared`.
     pub(crate) fn stream_group(&mut self) -> Result<StreamGroup, LineError> {
         const EXPECTED: &str = "a stream (s0, s1, ...), a group (s0+, s1+, ...), or `shared`";
         let field = self.expect(EXPECTED)?;

@@ -1,4 +1,4 @@
-//! Line-by-line reading, with one line in memory.
+//! Reads a text line by line, with one line in memory.
 
 use super::error::{LINE_BYTES_MAX, LineError};
 use std::io::{BufRead, Read};
@@ -14,19 +14,20 @@ pub(crate) struct Lines<R> {
     buffer: Vec<u8>,
 }
 
-/// Blank lines and comments that a text may have without any other line. Compressed, a gigabyte of them takes a megabyte.
+/// Number of blank lines and comments that a text may have even without any other line. The limit exists because a
+/// gigabyte of them compresses to a megabyte.
 const EMPTY_MAX: u64 = 1 << 20;
-/// Further blank lines and comments for each other line.
+/// Number of further blank lines and comments that each other line allows.
 const EMPTY_PER_LINE: u64 = 16;
 
 /// The way in which a line ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Ending {
-    /// A line break.
+    /// With a line break.
     Whole,
-    /// The end of the input: the line may be truncated.
+    /// At the end of the input, so the line may be truncated.
     Cut,
-    /// No line: the input ended before it.
+    /// The line does not exist: the input ended before it.
     Missing,
 }
 
@@ -35,9 +36,9 @@ pub(crate) enum Ending {
 pub(crate) enum FirstLine {
     /// The expected format, in this version.
     Version(u64),
-    /// An unknown format.
+    /// A different format.
     Foreign,
-    /// A truncated first line.
+    /// A truncated first line of the expected format.
     Torn,
 }
 
@@ -87,7 +88,7 @@ impl<R: BufRead> Lines<R> {
     /// Reads the first line: `magic`, a space and a version.
     pub(crate) fn read_first(&mut self, magic: &str) -> Result<FirstLine, LineError> {
         let ending = match self.read() {
-            // Files of other formats, such as compressed ones, may have no line breaks.
+            // A file in another format, such as a compressed one, may have no line breaks.
             Err(LineError::TooLong { .. }) => return Ok(FirstLine::Foreign),
             ending => ending?,
         };

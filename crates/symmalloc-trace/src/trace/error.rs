@@ -42,8 +42,8 @@ pub enum TraceError {
         /// The contradiction.
         source: Inconsistency,
     },
-    /// The input ends without an `end` line: its writer was interrupted. All whole records were read. They are a valid
-    /// trace of the beginning.
+    /// The input ends without an `end` line, so its writer was interrupted. All whole records were read; they are a
+    /// valid trace of the beginning.
     #[error(
         "line {line}: the trace is torn after {records} whole records; record it again, or keep these records \
          by putting `end {records}` in place of an unfinished last line"
@@ -54,12 +54,13 @@ pub enum TraceError {
         /// The line at which the input ended.
         line: u64,
     },
-    /// The `end` line states a different number of records: lines were lost, or edited.
+    /// The `end` line states a number of records that the trace does not have: lines were lost, or the trace was
+    /// edited.
     #[error(
         "line {line}: the trace states {stated} records, but has {records}; if it was edited on purpose, write `end {records}`"
     )]
     WrongCount {
-        /// The line of the `end`.
+        /// The number of the `end` line.
         line: u64,
         /// The stated number.
         stated: u64,
@@ -90,12 +91,12 @@ pub enum Inconsistency {
         /// The pool.
         pool: PoolId,
     },
-    /// A stream joins a group that does not exist.
+    /// A stream joins a group that no earlier stream belongs to.
     #[error("stream {stream} joins the group of {group}, which names no group: give the first stream of a group")]
     UnknownGroup {
         /// The stream.
         stream: StreamId,
-        /// The given name of a group.
+        /// The name of the group: its first stream.
         group: StreamId,
     },
     /// A stream joins a group in a trace of version 1, which has no groups.
@@ -104,7 +105,8 @@ pub enum Inconsistency {
         /// The stream.
         stream: StreamId,
     },
-    /// Streams are not registered in ascending order of their ids, without gaps.
+    /// A stream has an id other than the next one. Streams are registered in ascending order of their ids, without
+    /// gaps.
     #[error("stream {stream} is registered, but the next one must be s{next}")]
     StreamOutOfOrder {
         /// The stream of the record.
@@ -116,7 +118,7 @@ pub enum Inconsistency {
     #[error("more than 65,535 streams are registered; the last id is {}", StreamId::MAX)]
     TooManyStreams,
     /// A pool is created with an id that was used before, or that is neither a key nor the next id. The default pool p0
-    /// always exists.
+    /// always exists and is never created.
     #[error("pool {pool} cannot be created: use p{next}, or an unused key up to {}", PoolId::KEY_MAX)]
     PoolOutOfOrder {
         /// The pool of the record.
@@ -148,7 +150,8 @@ pub enum Inconsistency {
         /// The pool of the record.
         pool: PoolId,
     },
-    /// Observers are not registered in ascending order of their ids, without gaps.
+    /// An observer has an id other than the next one. Observers are registered in ascending order of their ids, without
+    /// gaps.
     #[error("unexpected observer {observer}; the next one must be o{next}")]
     ObserverOutOfOrder {
         /// The observer of the record.
@@ -186,7 +189,7 @@ pub enum Inconsistency {
         /// Length of the name in bytes.
         bytes: usize,
     },
-    /// A revived allocation has no placement, or does not fit its block.
+    /// A revived allocation has no placement, or its size does not fit its block.
     #[error(
         "a revived allocation needs a placement and 1 to {block_bytes} bytes (the size of its block), not {size_bytes}"
     )]
@@ -196,8 +199,8 @@ pub enum Inconsistency {
         /// Size of the block in bytes.
         block_bytes: u64,
     },
-    /// A record other than an allocation has a placement or is marked as revived, or a record other than an allocation, a refused request
-    /// or a stream has a name.
+    /// A record that may not have these fields has a placement, is marked as revived, or has a name. Only allocations have placements and
+    /// are revived. Only allocations, refused requests and streams have names.
     #[error(
         "only an allocation has a placement or is revived, and only it, a refused request or a stream has a name; remove them"
     )]

@@ -1,11 +1,12 @@
-//! The ledger: the names that earlier records declared, against which each further record is checked.
+//! The ledger: the ids that earlier records declared, against which each further record is checked.
 //!
-//! Reader and writer keep the same ledger, so a writer never writes text that a reader rejects. The ledger knows names only: the existing
-//! streams and pools, the allocation ids in use, and the freed ids. The allocator checks sizes, limits, and that a destroyed pool is empty.
+//! The reader and the writer check records against the same kind of ledger, so a writer never writes text that a reader rejects. The ledger
+//! knows only ids: the existing streams and pools, the allocation ids in use, and the freed ones. The allocator checks sizes, limits, and
+//! that a destroyed pool is empty.
 //!
-//! It keeps two bits per allocation id, in pages of 64 ids. Recorders count upward, so pages form an array while ids stay within a small
-//! multiple of the number of allocations. Larger ids go into an ordered map. Memory is bounded by the number of allocations, not by the ids
-//! in a hostile trace:
+//! The ledger keeps two bits per allocation id, in pages of 64 ids. Recorders count ids upward, so the pages form an array as long as ids
+//! stay within a small multiple of the number of allocations. Larger ids go into an ordered map. The memory is therefore bounded by the
+//! number of allocations, even if a hostile trace uses huge ids:
 //!
 //! ```text
 //! dense pages ≤ 1024 + 2 · allocations        sparse pages ≤ allocations
@@ -23,8 +24,8 @@ use symmalloc_core::op::{NAME_BYTES_MAX, Op, Record};
 pub(super) struct Ledger {
     /// The registered streams and their groups.
     groups: Groups,
-    /// `true` for each pool that still exists, and `None` for unused keys. The default pool is not included: element i
-    /// is pool i + 1.
+    /// `true` for each pool that still exists, `false` for each destroyed pool, and `None` for unused keys. The default
+    /// pool is not included: element i is pool i + 1.
     pools_alive: Vec<Option<bool>>,
     /// `true` once the default pool can no longer be configured.
     default_pool_settled: bool,
@@ -190,19 +191,19 @@ impl Ledger {
     }
 }
 
-/// The allocation ids in use, and the freed ones.
+/// The allocation ids in use and the freed ids.
 #[derive(Debug, Default)]
 struct Allocations {
     /// Pages 0, 1, 2, ...
     dense: Vec<Page>,
-    /// Pages far beyond the number of allocations. A page may be both here and in `dense`, if `dense` grew over it later, but an id is in
-    /// only one of them.
+    /// Pages far beyond the number of allocations. If `dense` later grows over such a page, the page exists in both places, but each id is
+    /// in only one of them.
     sparse: BTreeMap<u64, Page>,
     /// Number of ids ever allocated.
     count: u64,
 }
 
-/// Two bits each for 64 ids. A freed id also has its bit in `given` set.
+/// Two bits for each of 64 ids: `given` is set for ids in use and for freed ids, `freed` only for freed ids.
 #[derive(Clone, Copy, Debug, Default)]
 struct Page {
     given: u64,
@@ -252,7 +253,7 @@ impl Allocations {
         }
     }
 
-    /// Returns the page that contains the id of this bit, if the id is in use or freed.
+    /// Returns the page that contains the id with this bit, if the id is in use or freed.
     #[inline]
     fn page(&mut self, page: u64, bit: u64) -> Option<&mut Page> {
         let dense = usize::try_from(page).ok().and_then(|page| self.dense.get_mut(page));
@@ -264,7 +265,7 @@ impl Allocations {
     }
 }
 
-/// Returns the page and bit of an id.
+/// Returns the page and the bit of an id.
 #[inline]
 fn place(id: AllocationId) -> (u64, u64) {
     (id.0 / 64, 1 << (id.0 % 64))
@@ -303,7 +304,8 @@ mod tests {
     }
 
     proptest! {
-        /// Tests the allocations against a naive model: a map from each id to whether it is live.
+        /// Tests the allocations against a naive model: a map from each id to a flag that is `true` while the id is
+        /// live.
         #[test]
         fn allocations_agree_with_a_map(steps in prop::collection::vec((0..3_u8, arbitrary_id()), 0..400)) {
             let mut allocations = Allocations::default();

@@ -1,4 +1,4 @@
-//! Parser for one line of a trace: fields to a [`Statement`].
+//! Parser for one line of a trace: converts its fields to a [`Statement`].
 //!
 //! ```text
 //! line       = [ keyword { field } ] [ "#" comment ]        fields are separated by spaces or tabs
@@ -6,7 +6,7 @@
 //! name       = '"' { character | escape } '"'               placement = "->" segment "@" offset
 //! ```
 //!
-//! The ledger checks a line against earlier lines.
+//! The ledger checks the line against earlier lines.
 
 use crate::text::{Fields, LineError};
 use std::num::NonZeroU64;
@@ -48,7 +48,7 @@ const KEYWORDS: &[&str] = &[
     "end",
 ];
 
-/// Words for the reasons to refuse a request.
+/// Words for the reasons why a request is refused.
 pub(super) const REFUSALS: [(Refusal, &str); 3] =
     [(Refusal::Limit, "limit"), (Refusal::Segment, "segment"), (Refusal::Driver, "driver")];
 
@@ -162,7 +162,7 @@ impl Fields<'_> {
         if word.text == "in" { self.stream() } else { Err(self.expected(word.column, WORD)) }
     }
 
-    /// Parses an optional pool. The default is the default pool.
+    /// Parses an optional pool. If there is none, returns the default pool.
     #[inline]
     fn pool_or_default(&mut self) -> Result<PoolId, LineError> {
         if self.ahead() == Some(b'p') { self.pool() } else { Ok(PoolId::DEFAULT) }

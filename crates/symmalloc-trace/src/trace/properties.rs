@@ -1,4 +1,4 @@
-//! Property tests: round trips of arbitrary traces, and arbitrary text.
+//! Property tests: round trips of arbitrary traces, and reading of arbitrary text.
 
 use std::collections::BTreeSet;
 use std::num::NonZeroU64;
@@ -13,7 +13,7 @@ use symmalloc_core::op::{Contents, Op, Pending, Record};
 /// A generator step: the kind of op, and raw numbers that select its operands.
 type Step = (u8, u64, u64, Option<(String, u64)>);
 
-/// Returns consistent records for arbitrary steps: each step picks its operands from those that exist.
+/// Returns consistent records for arbitrary steps: the operands of each step are chosen from those that exist.
 fn consistent_records(steps: Vec<Step>) -> Vec<Record> {
     let mut records = vec![Op::register(StreamId(0)).into()];
     let (mut streams, mut pools, mut next_pool) = (1_u16, vec![PoolId::DEFAULT], 1);
@@ -94,7 +94,7 @@ fn consistent_records(steps: Vec<Step>) -> Vec<Record> {
     records
 }
 
-/// Generates almost valid lines, which reach deeper code than random characters.
+/// Generates almost valid lines. They reach deeper code than random characters do.
 fn nearly_a_trace() -> impl Strategy<Value = String> {
     let field = prop_oneof![
         "[a-z]{1,11}",
@@ -151,7 +151,7 @@ proptest! {
         prop_assert!(Trace::read(&bytes[..]).is_err(), "random bytes must not form a trace");
     }
 
-    /// Any accepted text is consistent, and survives a round trip.
+    /// Any text that the reader accepts is consistent and survives a round trip.
     #[test]
     fn almost_valid_text_never_panics(text in nearly_a_trace()) {
         let reader = TraceReader::new(text.as_bytes());

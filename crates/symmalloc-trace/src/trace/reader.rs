@@ -15,10 +15,10 @@ use crate::text::{Ending, FirstLine, Lines};
 use symmalloc_core::config::Config;
 use symmalloc_core::op::{Op, Record};
 
-/// A trace reader: an iterator over the records, each checked by itself and against earlier ones.
+/// A trace reader: an iterator over the records. Each record is checked by itself and against earlier records.
 ///
-/// The iterator ends after the first error. Records yielded before an error are valid: those before [`TraceError::Torn`] are the beginning
-/// of the recorded trace.
+/// The iterator ends after the first error. The records before an error are valid. Those before [`TraceError::Torn`] are the beginning of
+/// the recorded trace.
 ///
 /// ```
 /// use symmalloc::trace::TraceReader;
@@ -43,7 +43,7 @@ pub struct TraceReader<R> {
 }
 
 impl<R: BufRead> TraceReader<R> {
-    /// Creates a reader: reads the first line and the allocator's configuration, if the trace has one.
+    /// Creates a reader. Reads the first line and the allocator's configuration, if the trace states one.
     ///
     /// # Errors
     /// Returns an error if the input is not a trace, has an unsupported version, or states an invalid configuration.
@@ -93,7 +93,7 @@ impl<R: BufRead> TraceReader<R> {
         loop {
             let ending = self.lines.read()?;
             if ending == Ending::Whole {
-                // Only `config` lines are parsed here: the iterator reports errors in records.
+                // `new` parses only the `config` line; the iterator reports errors in records.
                 let text = self.lines.bytes().trim_ascii_start();
                 if text.is_empty() || text[0] == b'#' {
                     continue;
@@ -144,8 +144,8 @@ impl<R: BufRead> TraceReader<R> {
         }
     }
 
-    /// Handles the end of the input in this line or before it. The line may be truncated (`end 1` of `end 12`), so it counts only if it is
-    /// an `end` with the correct number.
+    /// Handles the end of the input, in or before the current line. The line may be truncated (`end 1` of `end 12`), so it counts only if
+    /// it is an `end` line with the correct number.
     fn read_last(&self, ending: Ending) -> Result<Option<Record>, TraceError> {
         let statement = match ending {
             Ending::Cut => self.lines.text().and_then(|text| line::parse(self.line(), text)),

@@ -32,8 +32,7 @@ impl Trace {
     /// Creates a trace from records.
     ///
     /// # Errors
-    /// Returns an error if a record contradicts earlier ones ([`TraceWriteError::Inconsistent`], with the record's
-    /// index).
+    /// Returns [`TraceWriteError::Inconsistent`], with the index of the record, if a record contradicts earlier ones.
     pub fn new(config: Option<Config>, records: Vec<Record>) -> Result<Self, TraceWriteError> {
         let mut ledger = Ledger::default();
         for (record, number) in records.iter().zip(0..) {
@@ -45,7 +44,8 @@ impl Trace {
     /// Reads a whole trace.
     ///
     /// # Errors
-    /// Same as [`TraceReader`]. To use the beginning of a truncated trace, read it record by record.
+    /// Same as [`TraceReader`]. To use the beginning of a truncated trace, read the trace record by record with a
+    /// [`TraceReader`].
     pub fn read(reader: impl BufRead) -> Result<Self, TraceError> {
         let mut reader = TraceReader::new(reader)?;
         let records = reader.by_ref().collect::<Result<_, _>>()?;

@@ -1,7 +1,7 @@
 //! Writer for traces. It writes one record at a time.
 //!
-//! The spelling is canonical: one space between fields, the default pool omitted, no comments. Equal records and equal configurations
-//! produce equal bytes.
+//! The output is canonical: one space between fields, the default pool omitted, no comments. Equal records and equal configurations produce
+//! equal bytes.
 
 use std::fmt;
 use std::io::{self, Write};
@@ -14,10 +14,10 @@ use symmalloc_core::config::Config;
 use symmalloc_core::ids::{PoolId, StreamId};
 use symmalloc_core::op::{Contents, Op, Pending, Record};
 
-/// A trace writer, which checks each record as a reader would.
+/// A trace writer. It checks each record as a reader would.
 ///
-/// The trace is complete only after [`finish`](TraceWriter::finish); otherwise a reader reports it as truncated. The writer passes on every
-/// record at once, so `writer` should buffer.
+/// The trace is complete only after [`finish`](TraceWriter::finish); without it, a reader reports the trace as truncated. Each record is
+/// written to `writer` immediately, so `writer` should be buffered.
 #[derive(Debug)]
 #[must_use = "a trace without its end is torn: call finish"]
 pub struct TraceWriter<W: Write> {
@@ -44,8 +44,8 @@ impl<W: Write> TraceWriter<W> {
     /// Writes a record.
     ///
     /// # Errors
-    /// Returns an error if the record contradicts earlier ones: nothing is written, and the trace can continue. Also returns an
-    /// error if the underlying writer fails: the trace is truncated then.
+    /// Returns an error if the record contradicts earlier ones. Nothing is written then, and the trace can continue. Also returns an error
+    /// if the underlying writer fails. The trace is truncated then.
     pub fn write(&mut self, record: &Record) -> Result<(), TraceWriteError> {
         self.ledger.admit(record).map_err(|source| TraceWriteError::Inconsistent { record: self.records, source })?;
         self.line.clear();
@@ -69,7 +69,7 @@ impl<W: Write> TraceWriter<W> {
         self.records
     }
 
-    /// Writes the end, flushes, and returns the underlying writer.
+    /// Writes the `end` line, flushes, and returns the underlying writer.
     ///
     /// # Errors
     /// Returns an error if the underlying writer fails. The trace is truncated then.
@@ -183,7 +183,7 @@ fn write_record(line: &mut impl fmt::Write, record: &Record) -> fmt::Result {
     }
 }
 
-/// Writes a number faster than `write!`, which would double the cost of recording a line.
+/// Writes a number. Faster than `write!`, which would double the cost of recording a line.
 fn write_number(line: &mut impl fmt::Write, number: u64) -> fmt::Result {
     line.write_str(itoa::Buffer::new().format(number))
 }
