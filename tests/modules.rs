@@ -55,7 +55,7 @@ const ORDER: [(&str, &str); 17] = [
     ),
     (
         "symmalloc-rendezvous",
-        "deadline sequence version launch error store secret folder handshake endpoint torch_store interfaces admission search own card \
+        "deadline sequence version launch error store secret folder handshake endpoint idle torch_store interfaces admission search own card \
          meeting place",
     ),
     ("symmalloc-sim", "device job"),
