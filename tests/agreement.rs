@@ -349,13 +349,13 @@ fn inject(kind: Kind, seed: u64, programs: &Programs, row: &mut Row) {
 
 fn expected_cause(kind: Kind) -> Cause {
     match kind {
-        Kind::Size => Cause::OtherRequest,
-        Kind::Swap => Cause::OtherOrder,
+        Kind::Size => Cause::DifferentRequest,
+        Kind::Swap => Cause::DifferentOrder,
         Kind::MissingFree => Cause::MissingFree,
         Kind::MissingRecordUse => Cause::MissingRecordUse,
-        Kind::OtherStream => Cause::OtherStream,
+        Kind::DifferentStream => Cause::DifferentStream,
         Kind::ExtraOp => Cause::OpOnSomeRanks,
-        Kind::Contents => Cause::OtherRequest,
+        Kind::Contents => Cause::DifferentRequest,
         Kind::RefusedMemory => Cause::RefusedMemory,
         Kind::Configuration => Cause::Unknown,
     }

@@ -153,7 +153,7 @@ fn agreed_history_is_discarded() {
     let disagreement = compare(&allocators).expect("they differ");
     let first = disagreement.first_heap().expect("a heap");
     assert_eq!((first.first_op, first.last_op, first.order), (number_in_heap(4500), number_in_heap(4500), Some(0)));
-    assert_eq!(first.cause, Cause::OtherRequest);
+    assert_eq!(first.cause, Cause::DifferentRequest);
     assert_eq!(first.groups[1].name.as_deref(), Some("block"));
 }
 

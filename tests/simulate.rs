@@ -182,14 +182,14 @@ fn a_rank_that_forgets_a_free_is_named_with_that_free() {
     };
     let (plan, failure) = failing(freed);
     assert!(failure.op.as_ref().is_some_and(|op| op.starts_with("f ")), "{failure}");
-    assert!(matches!(failure.cause, FailureCause::OtherDigest { .. }), "{failure}");
+    assert!(matches!(failure.cause, FailureCause::DifferentDigest { .. }), "{failure}");
     check_deviation(&plan, &failure);
 }
 
 #[test]
 fn a_rank_that_requests_one_byte_more_is_named_with_that_request() {
     let (plan, failure) = failing(|_, op| match *op {
-        Op::Allocate { id, size_bytes, .. } => Some(Deviation::OtherSize { id, size_bytes: size_bytes + 1 }),
+        Op::Allocate { id, size_bytes, .. } => Some(Deviation::DifferentSize { id, size_bytes: size_bytes + 1 }),
         _ => None,
     });
     assert!(failure.op.as_ref().is_some_and(|op| op.starts_with("a ")), "{failure}");

@@ -320,7 +320,7 @@ fn symmetric_and_fixed_pools_cannot_stitch() {
     }
     let refused = |text: &str| text.parse::<PoolConfig>().expect_err(text);
     assert!(matches!(refused("stitching:true,symmetric:true"), ConfigTextError::OutOfRange { offset: 0, .. }));
-    assert!(matches!(refused("segments:fixed,stitching:true"), ConfigTextError::OtherSegments { offset: 15, .. }));
+    assert!(matches!(refused("segments:fixed,stitching:true"), ConfigTextError::WrongSegments { offset: 15, .. }));
     let asked = |text: &str| text.parse::<PoolConfig>().expect("valid").stitching().cloned();
     assert_eq!(asked("stitching_least_mb:8").map(|stitching| stitching.least_bytes), Some(8 * MIB));
     assert_eq!((asked("stitching:false,stitching_least_mb:8"), asked("")), (None, None));

@@ -49,7 +49,7 @@ from vllm_serve import (
     WHEEL,
     MissingWheel,
     OddFile,
-    OtherVersion,
+    VersionMismatch,
     Unusable,
     at_least,
     cccl,
@@ -82,7 +82,7 @@ def check_libraries() -> None:
 
 
 def check_wheels(folder: Path) -> list[Path]:
-    """Returns the wheels to install. Raises `MissingWheel`, `OtherVersion` and `OddFile`."""
+    """Returns the wheels to install. Raises `MissingWheel`, `VersionMismatch` and `OddFile`."""
     there: dict[str, dict[str, Path]] = {}
     for wheel in sorted(folder.glob("*.whl")):
         if (parts := WHEEL.fullmatch(wheel.name)) is None:
@@ -98,7 +98,7 @@ def check_wheels(folder: Path) -> list[Path]:
         )
     for name, version in needed:
         if version not in (versions := there[normal(name)]):
-            raise OtherVersion(f"{name} is {', '.join(versions)}: this job needs {version}")
+            raise VersionMismatch(f"{name} is {', '.join(versions)}: this job needs {version}")
     return [there[normal(name)][version] for name, version in needed]
 
 
@@ -167,7 +167,7 @@ def serve(arguments: argparse.Namespace) -> None:
     import torch
 
     if torch.__version__.split("+")[0] != TORCH:
-        raise OtherVersion(f"PyTorch is {torch.__version__}: SGLang {SGLANG} needs {TORCH}")
+        raise VersionMismatch(f"PyTorch is {torch.__version__}: SGLang {SGLANG} needs {TORCH}")
     import sglang_worker
     from sglang.srt.entrypoints.engine import Engine
 

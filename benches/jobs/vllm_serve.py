@@ -137,7 +137,7 @@ class OddFile(Unusable):
     """A file of the folder is not a wheel."""
 
 
-class OtherVersion(Unusable):
+class VersionMismatch(Unusable):
     """A package has another version than the one that this job was written for."""
 
 
@@ -151,7 +151,7 @@ def requests(count: int = REQUESTS) -> list[tuple[list[int], int]]:
 
 
 def check_wheels(folder: Path) -> list[Path]:
-    """Returns the wheels of a folder. Raises `MissingWheel`, `OtherVersion` and `OddFile`."""
+    """Returns the wheels of a folder. Raises `MissingWheel`, `VersionMismatch` and `OddFile`."""
     wheels = sorted(folder.glob("*.whl"))
     there: dict[str, str] = {}
     for wheel in wheels:
@@ -166,7 +166,7 @@ def check_wheels(folder: Path) -> list[Path]:
         )
     version = importlib.metadata.version("vllm") if _is_installed("vllm") else there["vllm"]
     if version not in VERSIONS:
-        raise OtherVersion(f"vLLM is {version}: this job needs {known_versions()}")
+        raise VersionMismatch(f"vLLM is {version}: this job needs {known_versions()}")
     return wheels
 
 
@@ -175,17 +175,17 @@ def known_versions() -> str:
 
 
 def check_torch(version: str) -> None:
-    """Raises `OtherVersion` if vLLM was not built for this PyTorch."""
+    """Raises `VersionMismatch` if vLLM was not built for this PyTorch."""
     vllm = importlib.metadata.version("vllm")
     if VERSIONS.get(vllm) != version.split("+")[0]:
-        raise OtherVersion(f"vLLM {vllm} and PyTorch {version} do not fit: this job needs vLLM {known_versions()}")
+        raise VersionMismatch(f"vLLM {vllm} and PyTorch {version} do not fit: this job needs vLLM {known_versions()}")
 
 
 def check_engine(llm: Any) -> None:
-    """Raises `OtherVersion` if the engine lacks the functions of the sleep mode."""
+    """Raises `VersionMismatch` if the engine lacks the functions of the sleep mode."""
     for name in ("sleep", "wake_up"):
         if not hasattr(llm, name):
-            raise OtherVersion(f"vLLM {importlib.metadata.version('vllm')} has no LLM.{name}: use {known_versions()}")
+            raise VersionMismatch(f"vLLM {importlib.metadata.version('vllm')} has no LLM.{name}: use {known_versions()}")
 
 
 def normal(name: str) -> str:

@@ -65,7 +65,7 @@ def plant():
         for _ in range(16):
             torch.ones(large, device="cuda")
         return check()
-    if error == "other_stream":
+    if error == "different_stream":
         other = torch.cuda.Stream()
         out = torch.zeros(1, device="cuda")
         torch.cuda.synchronize()

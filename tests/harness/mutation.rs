@@ -28,7 +28,7 @@ pub enum Kind {
     /// A record use is missing, and with it the resulting fence.
     MissingRecordUse,
     /// An allocation is on another stream, possibly one that only this rank registers.
-    OtherStream,
+    DifferentStream,
     /// An additional allocation or reservation on this rank.
     ExtraOp,
     /// A sleeping pool keeps contents that it drops on the other ranks, or vice versa.
@@ -46,7 +46,7 @@ impl Kind {
         Kind::Swap,
         Kind::MissingFree,
         Kind::MissingRecordUse,
-        Kind::OtherStream,
+        Kind::DifferentStream,
         Kind::ExtraOp,
         Kind::Contents,
         Kind::Configuration,
@@ -223,7 +223,7 @@ impl SymmetricProgram {
             }
             Kind::MissingFree => self.leave_out(self.pick(random, |op| matches!(op, Op::Free { .. }))?),
             Kind::MissingRecordUse => self.leave_out(self.pick(random, |op| matches!(op, Op::RecordUse { .. }))?),
-            Kind::OtherStream => self.move_stream(random),
+            Kind::DifferentStream => self.move_stream(random),
             Kind::ExtraOp => self.add_op(random),
             Kind::Contents => {
                 let index = self.pick(random, |op| matches!(op, Op::Sleep { .. }))?;

@@ -25,8 +25,8 @@ pub(crate) fn cause(found: &Found, all: &[Found]) -> Cause {
     };
     let others = found.answers.iter().filter(|other| other.ranks != most.ranks);
     let cause = others.map(|other| between(most, other)).next().unwrap_or(Cause::OlderThanHistory);
-    let is_movable = matches!(cause, Cause::OpOnSomeRanks | Cause::OtherRequest | Cause::OtherOrder);
-    if is_movable && all.iter().any(|other| is_other_stream(found, other)) { Cause::OtherStream } else { cause }
+    let is_movable = matches!(cause, Cause::OpOnSomeRanks | Cause::DifferentRequest | Cause::DifferentOrder);
+    if is_movable && all.iter().any(|other| is_other_stream(found, other)) { Cause::DifferentStream } else { cause }
 }
 
 /// Returns `true` if some ranks made a request in the heap of `one`, and others made the same request in a different
@@ -51,11 +51,11 @@ fn between(one: &Answered, other: &Answered) -> Cause {
         (Answer::Forgotten { .. }, _) | (_, Answer::Forgotten { .. }) => Cause::OlderThanHistory,
         (Answer::Op { op, decision, .. }, Answer::Op { op: other_op, decision: other_decision, .. }) => {
             if is_obtained(op) || is_obtained(other_op) {
-                Cause::OtherGrowth
+                Cause::DifferentGrowth
             } else if concerns_plan(op) && concerns_plan(other_op) {
-                Cause::OtherPlan
+                Cause::DifferentPlan
             } else if op == other_op && Step::new(op, decision) == Step::new(other_op, other_decision) {
-                Cause::OtherDecision
+                Cause::DifferentDecision
             } else if is_refusal_of_the_same(op, other_op) {
                 Cause::RefusedMemory
             } else {
@@ -81,7 +81,7 @@ fn concerns_plan(op: u64) -> bool {
 /// Returns the cause if one history ends here and the other continues for at least `window` ops.
 fn only_one_did(op: u64, window: usize) -> Cause {
     match window {
-        _ if is_obtained(op) => Cause::OtherGrowth,
+        _ if is_obtained(op) => Cause::DifferentGrowth,
         1 => missing(op),
         _ => Cause::OpOnSomeRanks,
     }
@@ -113,7 +113,7 @@ fn between_windows(window: &[Step], other_window: &[Step]) -> Cause {
         (likeness(rest, other_rest) + usize::from(is_same_kind), other_request(first.op, other_first.op)),
         (likeness(rest, other_window), missing(first.op)),
         (likeness(window, other_rest), missing(other_first.op)),
-        (moved(window, other_window).max(moved(other_window, window)), Cause::OtherOrder),
+        (moved(window, other_window).max(moved(other_window, window)), Cause::DifferentOrder),
     ];
     let best = candidates.iter().map(|(likeness, _)| *likeness).max().unwrap_or(0);
     let found = candidates.into_iter().find(|(likeness, _)| *likeness == best);
@@ -165,16 +165,16 @@ pub(crate) fn consequence(found: &Found) -> Consequence {
     }
 }
 
-/// Returns the cause of two different requests: [`Cause::OtherStream`] if only their streams differ (except for frees),
-/// and [`Cause::OtherRequest`] otherwise.
+/// Returns the cause of two different requests: [`Cause::DifferentStream`] if only their streams differ (except for frees),
+/// and [`Cause::DifferentRequest`] otherwise.
 fn other_request(op: u64, other: u64) -> Cause {
     match (unpack_op(op), unpack_op(other)) {
         (Some((mark, stream, amount)), Some((other_mark, other_stream, other_amount)))
             if (mark, amount) == (other_mark, other_amount) && stream != other_stream && mark != Mark::Free =>
         {
-            Cause::OtherStream
+            Cause::DifferentStream
         }
-        _ => Cause::OtherRequest,
+        _ => Cause::DifferentRequest,
     }
 }
 

@@ -182,7 +182,7 @@ impl RankSummaryMessage {
             return Err(ProtocolError::Garbled { rank });
         }
         if self.version != VERSION {
-            return Err(ProtocolError::OtherVersion { rank, version: self.version.get() });
+            return Err(ProtocolError::VersionMismatch { rank, version: self.version.get() });
         }
         Ok(RankSummary {
             point: self.point,
@@ -366,7 +366,7 @@ mod tests {
     fn other_versions_and_other_protocols_are_distinguished() {
         let mut other = RankSummaryMessage::from(summary());
         other.version = 7.into();
-        assert_eq!(other.decode(3), Err(ProtocolError::OtherVersion { rank: 3, version: 7 }));
+        assert_eq!(other.decode(3), Err(ProtocolError::VersionMismatch { rank: 3, version: 7 }));
         other.magic = *b"http";
         assert_eq!(other.decode(3), Err(GARBLED));
     }

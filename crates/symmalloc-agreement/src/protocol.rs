@@ -27,7 +27,7 @@ pub enum ProtocolError {
         "rank {rank} uses version {version} of the agreement protocol and this rank {VERSION}: run the same symmalloc \
          version on every rank"
     )]
-    OtherVersion {
+    VersionMismatch {
         /// The rank.
         rank: u32,
         /// The version that the rank uses.

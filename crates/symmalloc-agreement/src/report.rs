@@ -219,9 +219,9 @@ pub enum Action {
 #[non_exhaustive]
 pub enum Cause {
     /// The ranks made different requests, such as different sizes.
-    OtherRequest,
+    DifferentRequest,
     /// The ranks performed the same ops in a different order.
-    OtherOrder,
+    DifferentOrder,
     /// Memory was refused on some ranks.
     RefusedMemory,
     /// Some ranks did not free an allocation, or freed it at a different time.
@@ -231,14 +231,14 @@ pub enum Cause {
     /// Some ranks performed an op that the others did not.
     OpOnSomeRanks,
     /// Some ranks performed the op on a different stream, or registered an additional stream.
-    OtherStream,
+    DifferentStream,
     /// The same request in the same heap was placed differently. This indicates a bug in the allocator.
-    OtherDecision,
+    DifferentDecision,
     /// The same request acquired a different amount of memory, because heaps used up a shared limit in a different
     /// order.
-    OtherGrowth,
+    DifferentGrowth,
     /// The ranks adopted different plans, or used different keys for a step.
-    OtherPlan,
+    DifferentPlan,
     /// The histories do not reach back far enough to show the first difference.
     OlderThanHistory,
     /// Not determined, because other heaps differ earlier. The difference is often a consequence of theirs.
@@ -286,16 +286,16 @@ impl Cause {
     /// Returns a short, stable name for use in programs.
     pub fn name(self) -> &'static str {
         match self {
-            Cause::OtherRequest => "other_request",
-            Cause::OtherOrder => "other_order",
+            Cause::DifferentRequest => "different_request",
+            Cause::DifferentOrder => "different_order",
             Cause::RefusedMemory => "refused_memory",
             Cause::MissingFree => "missing_free",
             Cause::MissingRecordUse => "missing_record_use",
             Cause::OpOnSomeRanks => "op_on_some_ranks",
-            Cause::OtherStream => "other_stream",
-            Cause::OtherDecision => "other_decision",
-            Cause::OtherGrowth => "other_growth",
-            Cause::OtherPlan => "other_plan",
+            Cause::DifferentStream => "different_stream",
+            Cause::DifferentDecision => "different_decision",
+            Cause::DifferentGrowth => "different_growth",
+            Cause::DifferentPlan => "different_plan",
             Cause::OlderThanHistory => "older_than_history",
             Cause::Consequence => "consequence",
             Cause::Unknown => "unknown",
@@ -306,24 +306,24 @@ impl Cause {
 impl fmt::Display for Cause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Cause::OtherRequest => "the ranks made different requests",
-            Cause::OtherOrder => "the ranks performed the same ops in a different order",
+            Cause::DifferentRequest => "the ranks made different requests",
+            Cause::DifferentOrder => "the ranks performed the same ops in a different order",
             Cause::RefusedMemory => {
                 "memory was refused on some ranks: make all ranks handle the refusal in the same way, or fail together"
             }
             Cause::MissingFree => "some ranks did not free an allocation at this point",
             Cause::MissingRecordUse => "some ranks did not record the use of an allocation by another stream",
             Cause::OpOnSomeRanks => "some ranks performed an op that the others did not",
-            Cause::OtherStream => {
+            Cause::DifferentStream => {
                 "some ranks performed the op on a different stream: register all streams in the same order on every rank"
             }
-            Cause::OtherDecision => {
+            Cause::DifferentDecision => {
                 "the same request was placed differently: please report this bug, with the traces of two of the ranks"
             }
-            Cause::OtherGrowth => {
+            Cause::DifferentGrowth => {
                 "the ranks obtained different amounts of memory: check whether heaps used up a shared limit in another order"
             }
-            Cause::OtherPlan => {
+            Cause::DifferentPlan => {
                 "the ranks follow different plans or step keys: use the same plan file and keys on every rank"
             }
             Cause::OlderThanHistory => "the difference is older than the recorded history: agree more often, or raise history_ops",

@@ -151,7 +151,7 @@ fn all_differing_heaps_are_found_beyond_one_page_and_one_batch() {
         );
         assert_eq!(difference.order, Some(u64::from(stream) * 21 + 11));
     }
-    assert_eq!(first.cause, Cause::OtherRequest);
+    assert_eq!(first.cause, Cause::DifferentRequest);
 }
 
 #[test]
@@ -194,7 +194,7 @@ fn messages_of_another_shape_or_version_are_rejected() {
     assert_eq!(inquiry.advance(&short), Err(ProtocolError::WrongShape { messages: 1, message_bytes: 64, ranks: 2 }));
     let allocators = [symmetric_allocator(0), symmetric_allocator(1)];
     let version = |number: u8| interrogate(&allocators, |_, _, messages| messages[64 + 4] = number);
-    assert_eq!(version(1), Err(ProtocolError::OtherVersion { rank: 1, version: 1 }));
+    assert_eq!(version(1), Err(ProtocolError::VersionMismatch { rank: 1, version: 1 }));
     assert!(matches!(version(2), Ok(Progress::Agreed(_))));
     assert_eq!(interrogate(&allocators, |_, _, messages| messages[64] ^= 1), Err(ProtocolError::Garbled { rank: 1 }));
 }

@@ -27,7 +27,7 @@ const NAME: &str = "symmalloc";
 pub enum PrivateFolderError {
     /// A third user owns a part of the path.
     #[error("{} belongs to user {user}: choose a folder that you own", .path.display())]
-    OtherOwner {
+    ForeignOwner {
         /// The part of the path that failed the check.
         path: PathBuf,
         /// The owner's user id.
@@ -162,7 +162,7 @@ mod check {
         let is_linked = fs::symlink_metadata(path).is_ok_and(|found| found.is_symlink());
         let (folder, metadata) = walk(path)?;
         if metadata.uid() != user() {
-            return Err(PrivateFolderError::OtherOwner { path: folder, user: metadata.uid() });
+            return Err(PrivateFolderError::ForeignOwner { path: folder, user: metadata.uid() });
         }
         if metadata.mode() & OTHERS_WRITE != 0 {
             return Err(PrivateFolderError::OthersWrite { path: folder });
@@ -243,7 +243,7 @@ mod check {
     /// Rejects an entry that a third user owns, and a folder whose entries a third user can replace.
     fn check(path: &Path, metadata: &Metadata) -> Result<(), PrivateFolderError> {
         if metadata.uid() != user() && metadata.uid() != 0 {
-            return Err(PrivateFolderError::OtherOwner { path: path.to_owned(), user: metadata.uid() });
+            return Err(PrivateFolderError::ForeignOwner { path: path.to_owned(), user: metadata.uid() });
         }
         if metadata.is_dir() && metadata.mode() & OTHERS_WRITE != 0 && metadata.mode() & STICKY == 0 {
             return Err(PrivateFolderError::OthersWrite { path: path.to_owned() });

@@ -211,7 +211,7 @@ fn parts_of_another_user_are_refused() {
     for theirs in [&above, &path] {
         chown(theirs, Some(OTHER_USER), None).expect("root may");
         let refused = private_folder_at(&path).expect_err("another user's");
-        assert!(matches!(refused, PrivateFolderError::OtherOwner { user: OTHER_USER, .. }), "{refused}");
+        assert!(matches!(refused, PrivateFolderError::ForeignOwner { user: OTHER_USER, .. }), "{refused}");
         chown(theirs, Some(0), None).expect("root may");
     }
     let planted = base.path().join("planted");

@@ -355,12 +355,12 @@ impl<'a, R: Read> Machine<'a, R> {
         }
         if length_bytes > self.word_bytes_max.min(text.len()) as u64 {
             self.input.skip(length_bytes)?;
-            return self.push(Value::OtherText);
+            return self.push(Value::UnusedText);
         }
         let text = &mut text[..length_bytes as usize];
         self.input.fill(text)?;
         let word = word_of(self.vocabulary.words, text);
-        self.push(word.unwrap_or(Value::OtherText))
+        self.push(word.unwrap_or(Value::UnusedText))
     }
 
     /// Pushes text after a key whose texts are all kept. A word of the vocabulary remains a word, because it may also be shared with a
@@ -371,7 +371,7 @@ impl<'a, R: Read> Machine<'a, R> {
         let value = match (word_of(self.vocabulary.words, &text), std::str::from_utf8(&text)) {
             (Some(word), _) => Ok(word),
             (None, Ok(text)) => self.values.new_text(text),
-            (None, Err(_)) => Ok(Value::OtherText),
+            (None, Err(_)) => Ok(Value::UnusedText),
         };
         self.push_new(value)
     }
@@ -438,7 +438,7 @@ impl<'a, R: Read> Machine<'a, R> {
         for pair in pairs {
             // Omits a text field that has no text. Most entries have none, so storing the field would cost one field
             // per entry.
-            if matches!(pair[1], Value::Nothing | Value::True | Value::OtherText) && self.is_text_key(pair.first()) {
+            if matches!(pair[1], Value::Nothing | Value::True | Value::UnusedText) && self.is_text_key(pair.first()) {
                 continue;
             }
             let value = match (pair[0], pair[1]) {

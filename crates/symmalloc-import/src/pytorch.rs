@@ -242,7 +242,7 @@ impl<'a> DeviceTrace<'a> {
                 Value::Word(SNAPSHOT) => transcript.summary.snapshot_marks += 1,
                 Value::Word(word) => transcript.summary.count_unknown(words::text(word)),
                 Value::Text(text) => transcript.summary.count_unknown(self.document.values.text(text)),
-                Value::OtherText => transcript.summary.count_unknown("(a long name)"),
+                Value::UnusedText => transcript.summary.count_unknown("(a long name)"),
                 _ => return Err(entry.bad_field(ACTION)),
             }
         }

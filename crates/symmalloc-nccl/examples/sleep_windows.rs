@@ -120,7 +120,7 @@ fn main() -> Outcome<()> {
     let (mut lost_captures, mut suspended_bytes, mut left_by_nccl) = (0, 0, 0);
 
     let before_other = used_bytes(&device)?;
-    let mut other = OtherProcess::start(device.ordinal())?;
+    let mut other = ForeignProcess::start(device.ordinal())?;
     let other_bytes = used_bytes(&device)?.saturating_sub(before_other);
     let mut remains = DeviceMemory::default();
     let (mut asleep, mut awake, mut least_back) = (Duration::ZERO, Duration::ZERO, u64::MAX);
@@ -333,7 +333,7 @@ impl Full {
         allocator: &CudaAllocator,
         stream: &Arc<CudaStream>,
         kind: Recovery,
-        other: &mut OtherProcess,
+        other: &mut ForeignProcess,
     ) -> Outcome<Self> {
         let pool = allocator.create_pool(PoolConfig::builder().fixed().build()?)?;
         let (mut buffers, mut import) = (Vec::new(), None);
@@ -415,18 +415,18 @@ const OTHER: &str = "SLEEP_WINDOWS_OTHER";
 const SHARE: &str = "share";
 
 /// Another process on the same device.
-struct OtherProcess {
+struct ForeignProcess {
     process: Child,
     printed: BufReader<ChildStdout>,
 }
 
-impl OtherProcess {
+impl ForeignProcess {
     fn start(device: usize) -> Outcome<Self> {
         let mut command = Command::new(std::env::current_exe()?);
         command.env(OTHER, device.to_string()).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut process = command.spawn()?;
         let printed = BufReader::new(process.stdout.take().ok_or("no output")?);
-        let mut other = OtherProcess { process, printed };
+        let mut other = ForeignProcess { process, printed };
         // The context of the other process now exists, which takes half a gigabyte.
         other.give_back()?;
         Ok(other)

@@ -290,7 +290,7 @@ impl AllToAll {
         for (side, other) in [(Side::Input, input.stream().context()), (Side::Output, output.stream().context())] {
             if other.cu_ctx() != context.cu_ctx() {
                 let (ordinal, expected) = (other.ordinal(), context.ordinal());
-                return Err(AllToAllError::OtherContext { side, ordinal, expected });
+                return Err(AllToAllError::ContextMismatch { side, ordinal, expected });
             }
         }
         self.comm.check_stream(stream)?;

@@ -168,7 +168,7 @@ impl Registrar {
         comm.check()?;
         let (expected, actual) = (self.allocator.device().ordinal(), comm.device().ordinal());
         if expected != actual {
-            return Err(AttachError::OtherDevice { communicator: comm.name().to_owned(), expected, actual });
+            return Err(AttachError::DeviceMismatch { communicator: comm.name().to_owned(), expected, actual });
         }
         let capability = match registration {
             Registration::Windows => Capability::Windows,

@@ -58,7 +58,7 @@ impl Registrar {
     ///
     /// # Errors
     /// See [`sleep`](Self::sleep). [`CollectiveSleepError::Refused`] with [`Obstacle::NoSuspension`](crate::Obstacle::NoSuspension) means
-    /// that NCCL is older than 2.29.7, and with [`Obstacle::OtherWindows`](crate::Obstacle::OtherWindows) that another pool with
+    /// that NCCL is older than 2.29.7, and with [`Obstacle::WindowsOfOtherPools`](crate::Obstacle::WindowsOfOtherPools) that another pool with
     /// registrations is awake.
     pub fn sleep_and_suspend(
         &self,

@@ -229,13 +229,13 @@ impl Admission {
             Ok(hello) => hello,
             // Do not answer a stranger.
             Err(DecodeError::Foreign) => return Ok(HandshakeState::Rejected),
-            Err(DecodeError::OtherVersion { version }) => {
+            Err(DecodeError::VersionMismatch { version }) => {
                 self.log(None, &format!("it uses version {version} of the rendezvous, and rank 0 {VERSION}"));
-                return peer.refuse(Verdict::OtherVersion, [0; PROOF_BYTES]);
+                return peer.refuse(Verdict::VersionMismatch, [0; PROOF_BYTES]);
             }
         };
         if !self.terms.is_of(&hello) {
-            return peer.refuse(Verdict::OtherJob, [0; PROOF_BYTES]);
+            return peer.refuse(Verdict::DifferentJob, [0; PROOF_BYTES]);
         }
         let mut exchange = Exchange { hello, nonce: [0; 32], endpoint: peer.endpoint };
         match (self.terms.has_secret, hello.has_secret) {
@@ -273,7 +273,7 @@ impl Admission {
         let (found, reason) = match verdict {
             Verdict::NoSecret => (EndpointAnswer::NoSecret, "it has a job secret, and rank 0 has none"),
             Verdict::SecretNeeded => (EndpointAnswer::SecretNeeded, "it has no job secret"),
-            _ => (EndpointAnswer::OtherSecret, "it does not know the job secret"),
+            _ => (EndpointAnswer::SecretMismatch, "it does not know the job secret"),
         };
         let rank = exchange.hello.rank;
         self.log(Some(rank), reason);

@@ -224,11 +224,11 @@ fn answer_bytes(answer: EndpointAnswer) -> [u8; 2] {
         EndpointAnswer::Silent => [3, 0],
         EndpointAnswer::Foreign => [4, 0],
         EndpointAnswer::Contradiction => [5, 0],
-        EndpointAnswer::OtherJob => [6, 0],
-        EndpointAnswer::OtherVersion { version } => [7, version],
+        EndpointAnswer::DifferentJob => [6, 0],
+        EndpointAnswer::VersionMismatch { version } => [7, version],
         EndpointAnswer::NoSecret => [8, 0],
         EndpointAnswer::SecretNeeded => [9, 0],
-        EndpointAnswer::OtherSecret => [10, 0],
+        EndpointAnswer::SecretMismatch => [10, 0],
     }
 }
 
@@ -240,11 +240,11 @@ fn answer_of(bytes: [u8; 2]) -> Option<EndpointAnswer> {
         [3, _] => EndpointAnswer::Silent,
         [4, _] => EndpointAnswer::Foreign,
         [5, _] => EndpointAnswer::Contradiction,
-        [6, _] => EndpointAnswer::OtherJob,
-        [7, version] => EndpointAnswer::OtherVersion { version },
+        [6, _] => EndpointAnswer::DifferentJob,
+        [7, version] => EndpointAnswer::VersionMismatch { version },
         [8, _] => EndpointAnswer::NoSecret,
         [9, _] => EndpointAnswer::SecretNeeded,
-        [10, _] => EndpointAnswer::OtherSecret,
+        [10, _] => EndpointAnswer::SecretMismatch,
         _ => return None,
     })
 }
@@ -262,7 +262,7 @@ mod tests {
     }
 
     fn missing() -> Outcome {
-        let found = vec![(3, EndpointAnswer::OtherVersion { version: 4 })];
+        let found = vec![(3, EndpointAnswer::VersionMismatch { version: 4 })];
         Outcome::Missing { missing: vec![2, 3], more: 0, found, waited: Duration::from_millis(1500) }
     }
 
@@ -319,11 +319,11 @@ mod tests {
             EndpointAnswer::Silent,
             EndpointAnswer::Foreign,
             EndpointAnswer::Contradiction,
-            EndpointAnswer::OtherJob,
-            EndpointAnswer::OtherVersion { version: 3 },
+            EndpointAnswer::DifferentJob,
+            EndpointAnswer::VersionMismatch { version: 3 },
             EndpointAnswer::NoSecret,
             EndpointAnswer::SecretNeeded,
-            EndpointAnswer::OtherSecret,
+            EndpointAnswer::SecretMismatch,
         ];
         for answer in answers {
             assert_eq!(answer_of_note(&note(Some(&TOKEN), answer), &TOKEN), Some(answer));

@@ -211,7 +211,7 @@ pub enum RendezvousError {
     #[error(
         "rank 0 uses version {version} of the rendezvous and this rank {expected}: run the same symmalloc version on every rank"
     )]
-    OtherVersion {
+    VersionMismatch {
         /// The version that rank 0 uses.
         version: u8,
         /// The version that this rank uses.
@@ -305,10 +305,10 @@ pub enum EndpointAnswer {
     Contradiction,
     /// A rank 0 of another job, or of one with another number of ranks.
     #[error("rank 0 of another job")]
-    OtherJob,
+    DifferentJob,
     /// A rank 0 of another version.
     #[error("a rank 0 that uses version {version} of the rendezvous")]
-    OtherVersion {
+    VersionMismatch {
         /// The version.
         version: u8,
     },
@@ -320,7 +320,7 @@ pub enum EndpointAnswer {
     SecretNeeded,
     /// A rank 0 with another job secret.
     #[error("a rank 0 with another job secret")]
-    OtherSecret,
+    SecretMismatch,
 }
 
 /// The answers of all addresses, displayed after the most likely cause.
@@ -330,7 +330,7 @@ impl fmt::Display for Answers<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let most = self.0.iter().map(|(_, answer)| *answer).max().unwrap_or(EndpointAnswer::NotListening);
         match most {
-            EndpointAnswer::OtherSecret => f.write_str(
+            EndpointAnswer::SecretMismatch => f.write_str(
                 "The job secrets probably differ: set SYMMALLOC_JOB_SECRET to the same value on every rank",
             ),
             EndpointAnswer::SecretNeeded => f.write_str(
@@ -339,12 +339,12 @@ impl fmt::Display for Answers<'_> {
             EndpointAnswer::NoSecret => f.write_str(
                 "Rank 0 probably lacks the job secret: set SYMMALLOC_JOB_SECRET to the same value on every rank",
             ),
-            EndpointAnswer::OtherVersion { .. } => write!(
+            EndpointAnswer::VersionMismatch { .. } => write!(
                 f,
                 "Rank 0 probably runs another version than this rank, which uses version {VERSION} of the rendezvous: run the same \
                  symmalloc version on every rank"
             ),
-            EndpointAnswer::OtherJob => f.write_str(
+            EndpointAnswer::DifferentJob => f.write_str(
                 "Rank 0 probably failed or has other settings: look for its error, and check that all ranks have the same job, the same \
                  number of ranks and the same address",
             ),

@@ -44,7 +44,7 @@ impl FolderStore {
     pub fn open(folder: &Path) -> Result<Self, RendezvousError> {
         match private_folder_at(folder) {
             Ok(folder) => Ok(FolderStore { folder, last: Mutex::new(None) }),
-            Err(PrivateFolderError::OtherOwner { path, user }) => Err(RendezvousError::FolderOwner { path, user }),
+            Err(PrivateFolderError::ForeignOwner { path, user }) => Err(RendezvousError::FolderOwner { path, user }),
             Err(PrivateFolderError::OthersWrite { path }) => Err(RendezvousError::FolderWritable { path }),
             Err(PrivateFolderError::Io { path, source }) => Err(RendezvousError::Folder { path, kind: source.kind() }),
             Err(_) => Err(RendezvousError::Folder { path: folder.to_owned(), kind: io::ErrorKind::NotADirectory }),

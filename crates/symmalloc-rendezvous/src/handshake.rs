@@ -47,7 +47,7 @@ pub(crate) enum DecodeError {
     /// It is not a message of this protocol, or contradicts it.
     Foreign,
     /// Its sender uses another version.
-    OtherVersion { version: u8 },
+    VersionMismatch { version: u8 },
 }
 
 impl Protocol {
@@ -55,7 +55,7 @@ impl Protocol {
         match self {
             PROTOCOL => Ok(()),
             Protocol { magic: MAGIC, version } => {
-                Err(DecodeError::OtherVersion { version: version.wrapping_sub(b'0') })
+                Err(DecodeError::VersionMismatch { version: version.wrapping_sub(b'0') })
             }
             Protocol { .. } => Err(DecodeError::Foreign),
         }
@@ -128,7 +128,7 @@ impl Terms {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
     Welcome,
-    OtherJob,
+    DifferentJob,
     RankTwice,
     /// The peer must first prove that it knows the secret.
     Challenge,
@@ -139,7 +139,7 @@ pub(crate) enum Verdict {
     /// The peer has another secret.
     WrongSecret,
     /// The peer uses another version of the messages.
-    OtherVersion,
+    VersionMismatch,
 }
 
 /// The start of an answer.
@@ -154,13 +154,13 @@ struct HeadMessage {
 impl Verdict {
     pub(crate) const ALL: [Verdict; 8] = [
         Verdict::Welcome,
-        Verdict::OtherJob,
+        Verdict::DifferentJob,
         Verdict::RankTwice,
         Verdict::Challenge,
         Verdict::SecretNeeded,
         Verdict::NoSecret,
         Verdict::WrongSecret,
-        Verdict::OtherVersion,
+        Verdict::VersionMismatch,
     ];
 
     /// Returns the start of an answer.
@@ -304,12 +304,12 @@ mod tests {
     fn another_version_is_distinguished_from_another_protocol() {
         let mut hello = HELLO.bytes();
         hello[7] = b'7';
-        assert_eq!(Hello::from_bytes(&hello), Err(DecodeError::OtherVersion { version: 7 }));
+        assert_eq!(Hello::from_bytes(&hello), Err(DecodeError::VersionMismatch { version: 7 }));
         hello[0] = b'S';
         assert_eq!(Hello::from_bytes(&hello), Err(DecodeError::Foreign));
         let mut head = Verdict::Welcome.head();
         head[7] = b'1';
-        assert_eq!(Verdict::from_head(head), Err(DecodeError::OtherVersion { version: 1 }));
+        assert_eq!(Verdict::from_head(head), Err(DecodeError::VersionMismatch { version: 1 }));
     }
 
     #[test]

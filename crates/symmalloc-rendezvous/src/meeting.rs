@@ -326,10 +326,10 @@ fn later(last: Option<RendezvousError>, error: RendezvousError) -> RendezvousErr
 /// Returns what a rank found that rank 0 refused.
 fn answer_of_refusal(error: &RendezvousError) -> Option<EndpointAnswer> {
     match error {
-        RendezvousError::OtherVersion { version, .. } => Some(EndpointAnswer::OtherVersion { version: *version }),
+        RendezvousError::VersionMismatch { version, .. } => Some(EndpointAnswer::VersionMismatch { version: *version }),
         RendezvousError::SecretMissing => Some(EndpointAnswer::SecretNeeded),
         RendezvousError::SecretMissingAtRank0 => Some(EndpointAnswer::NoSecret),
-        RendezvousError::WrongSecret => Some(EndpointAnswer::OtherSecret),
+        RendezvousError::WrongSecret => Some(EndpointAnswer::SecretMismatch),
         _ => None,
     }
 }

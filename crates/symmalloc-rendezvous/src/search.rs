@@ -289,10 +289,10 @@ impl Search {
                     _ => EndpointAnswer::Contradiction,
                 }
             }
-            Verdict::OtherJob => EndpointAnswer::OtherJob,
+            Verdict::DifferentJob => EndpointAnswer::DifferentJob,
             Verdict::SecretNeeded if !has_secret => EndpointAnswer::SecretNeeded,
             Verdict::NoSecret if has_secret && challenged.is_none() => EndpointAnswer::NoSecret,
-            Verdict::WrongSecret if challenged.is_some() => EndpointAnswer::OtherSecret,
+            Verdict::WrongSecret if challenged.is_some() => EndpointAnswer::SecretMismatch,
             // No rank 0 gives these answers to this rank.
             _ => EndpointAnswer::Contradiction,
         };
@@ -322,10 +322,12 @@ fn log_foreign(user: u32) {
 /// Returns the error of a rank that rank 0 refuses on this machine, or `None` if the process may not be rank 0.
 fn refusal(answer: EndpointAnswer) -> Option<RendezvousError> {
     match answer {
-        EndpointAnswer::OtherVersion { version } => Some(RendezvousError::OtherVersion { version, expected: VERSION }),
+        EndpointAnswer::VersionMismatch { version } => {
+            Some(RendezvousError::VersionMismatch { version, expected: VERSION })
+        }
         EndpointAnswer::SecretNeeded => Some(RendezvousError::SecretMissing),
         EndpointAnswer::NoSecret => Some(RendezvousError::SecretMissingAtRank0),
-        EndpointAnswer::OtherSecret => Some(RendezvousError::WrongSecret),
+        EndpointAnswer::SecretMismatch => Some(RendezvousError::WrongSecret),
         _ => None,
     }
 }
@@ -353,7 +355,7 @@ fn read_verdict(connection: &mut Connection, end: Instant) -> Result<Verdict, At
     Verdict::from_head(head).map_err(|error| {
         AttemptError::Answer(match error {
             DecodeError::Foreign => EndpointAnswer::Foreign,
-            DecodeError::OtherVersion { version } => EndpointAnswer::OtherVersion { version },
+            DecodeError::VersionMismatch { version } => EndpointAnswer::VersionMismatch { version },
         })
     })
 }

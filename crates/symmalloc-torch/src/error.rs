@@ -63,7 +63,7 @@ pub(crate) enum Error {
         "the process that shares the tensor runs as user {}, this one as user {ours}: run both as the same user",
         .theirs.map_or_else(|| "unknown".to_owned(), |user| user.to_string())
     )]
-    OtherUser {
+    ForeignUser {
         /// The user of the other process; `None` if the kernel does not report it.
         theirs: Option<u32>,
         /// The user of this process.
@@ -326,7 +326,7 @@ impl Error {
             Error::Recording(_) | Error::Checkpoint(_) | Error::Restore(_) => SYMMALLOC_INVALID_STATE,
             Error::NotShareable { .. }
             | Error::SharedMemoryGone { .. }
-            | Error::OtherUser { .. }
+            | Error::ForeignUser { .. }
             | Error::InCallback => SYMMALLOC_INVALID_STATE,
             Error::DmaBuf(error) => match **error {
                 ShareError::NotMapped { .. } => SYMMALLOC_UNKNOWN_POINTER,
@@ -412,7 +412,7 @@ fn of_all_to_all(error: &AllToAllError) -> symmalloc_status {
         AllToAllError::Refused { .. }
         | AllToAllError::DifferentCalls { .. }
         | AllToAllError::Disagreement { .. }
-        | AllToAllError::OtherVersion { .. } => symmalloc_status::SYMMALLOC_MISALIGNED,
+        | AllToAllError::VersionMismatch { .. } => symmalloc_status::SYMMALLOC_MISALIGNED,
         AllToAllError::NotRegistered { .. } | AllToAllError::Capturing => symmalloc_status::SYMMALLOC_INVALID_STATE,
         AllToAllError::Comm(_) | AllToAllError::Transport(_) => symmalloc_status::SYMMALLOC_NCCL,
         AllToAllError::Driver(_) => symmalloc_status::SYMMALLOC_CUDA,

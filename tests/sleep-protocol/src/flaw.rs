@@ -9,7 +9,7 @@ pub enum Flaw {
     /// A sleep does not deregister windows.
     KeepWindows,
     /// Rank 1 deregisters the last segment first.
-    OtherOrder,
+    DifferentOrder,
     /// A sleep does not check whether the other ranks have quiesced.
     SleepUnasked,
     /// A sleep unmaps memory that a lost communicator holds.

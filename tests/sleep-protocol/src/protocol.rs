@@ -315,7 +315,7 @@ impl<'a> Actor<'a> {
         let next = match self.job.flaw {
             Some(Flaw::KeepWindows) => None,
             Some(Flaw::UnmapFirst) if rank.memory != 0 => None,
-            Some(Flaw::OtherOrder) if self.number == 1 => windows.last(),
+            Some(Flaw::DifferentOrder) if self.number == 1 => windows.last(),
             _ => windows.into_iter().next(),
         };
         match next {

@@ -36,7 +36,7 @@ fn flaws() -> Vec<(Flaw, &'static str, Job)> {
         (Flaw::GoOn, USED, two_communicators()),
         (Flaw::KeepCommunicators, USED, two_communicators()),
         (Flaw::UnmapLate, USED, two_communicators()),
-        (Flaw::OtherOrder, ORDER, two(&CYCLE)),
+        (Flaw::DifferentOrder, ORDER, two(&CYCLE)),
         (Flaw::OpsUncompared, MET, two(&[Op::Sleep(0), Op::Wake(0), Op::Sync])),
         (Flaw::KeepCommunicators, TOGETHER, two_communicators()),
         (Flaw::WakeUnasked, MET, two(&[Op::Sleep(0), Op::Wake(0), Op::Sync])),

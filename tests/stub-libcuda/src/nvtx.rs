@@ -119,9 +119,9 @@ unsafe extern "C" fn unregister(_domain: *const c_void, batch: *const c_void) {
 }
 
 unsafe extern "C" fn name(_domain: *const c_void, batch: *const c_void) {
-    // SAFETY: `nvtxMemRegionsNameBatch_v1`: its elements are at 32, and each has the pointer at 8 and the name at 16.
+    // SAFETY: `nvtxMemRegionsNameBatch_v1`: its elements are at 24, and each has the pointer at 8 and the name at 16.
     let (pointer, text) = unsafe {
-        let element = field::<*const c_void>(batch, 32);
+        let element = field::<*const c_void>(batch, 24);
         (field::<usize>(element, 8), CStr::from_ptr(field::<*const c_char>(element, 16)))
     };
     let text = text.to_string_lossy().into_owned();

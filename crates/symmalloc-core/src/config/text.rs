@@ -206,10 +206,10 @@ fn check_segment_keys(settings: &mut Settings<'_>, kind: usize) -> Result<(), Co
             continue;
         }
         if settings.dialect == Dialect::PyTorch && segments == FIXED {
-            settings.ignore(stated.name, stated.offset, IgnoredReason::OtherSegments)?;
+            settings.ignore(stated.name, stated.offset, IgnoredReason::WrongSegments)?;
         } else {
             let (offset, key) = (stated.offset, stated.name);
-            return Err(ConfigTextError::OtherSegments { offset, key, segments: SEGMENTS[segments] });
+            return Err(ConfigTextError::WrongSegments { offset, key, segments: SEGMENTS[segments] });
         }
     }
     Ok(())

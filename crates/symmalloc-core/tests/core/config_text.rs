@@ -109,7 +109,7 @@ fn settings_without_effect_are_listed_for_pytorch_and_refused_otherwise() {
     assert_eq!(
         ignored,
         [
-            ("large_segment_size_mb", IgnoredReason::OtherSegments),
+            ("large_segment_size_mb", IgnoredReason::WrongSegments),
             ("graph_capture_record_stream_reuse", IgnoredReason::NotPlacement),
             ("expandable_segments_reserve_by_class", IgnoredReason::DeviceFraction),
             ("per_process_memory_fraction", IgnoredReason::DeviceFraction),
@@ -125,7 +125,7 @@ fn settings_without_effect_are_listed_for_pytorch_and_refused_otherwise() {
     ));
     assert!(matches!(
         pool_error("segments:expandable,max_split_size_mb:64"),
-        ConfigTextError::OtherSegments { offset: 20, key: "max_split_size_mb", segments: "fixed" }
+        ConfigTextError::WrongSegments { offset: 20, key: "max_split_size_mb", segments: "fixed" }
     ));
 }
 
@@ -283,7 +283,7 @@ fn contradictions_about_segments_are_refused() {
         pool_error("symmetric:true,segments:reserved"),
         ConfigTextError::MissingSegmentSize { offset: 15 }
     ));
-    assert!(matches!(pool_error("segment_mb:64"), ConfigTextError::OtherSegments { segments: "reserved", .. }));
+    assert!(matches!(pool_error("segment_mb:64"), ConfigTextError::WrongSegments { segments: "reserved", .. }));
 }
 
 #[test]
@@ -391,7 +391,7 @@ fn offset(error: &ConfigTextError) -> usize {
         | ConfigTextError::Expected { offset, .. }
         | ConfigTextError::Value { offset, .. }
         | ConfigTextError::NumberTooLarge { offset, .. }
-        | ConfigTextError::OtherSegments { offset, .. }
+        | ConfigTextError::WrongSegments { offset, .. }
         | ConfigTextError::Contradiction { offset }
         | ConfigTextError::MissingSegmentSize { offset }
         | ConfigTextError::OutOfRange { offset, .. } => offset,

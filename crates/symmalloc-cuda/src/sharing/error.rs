@@ -88,7 +88,7 @@ pub enum ShareError {
     #[error(
         "the memory is on {exporter}, but the importer uses {importer}: select the same device in both, see CUDA_VISIBLE_DEVICES"
     )]
-    OtherDevice {
+    DeviceMismatch {
         /// The exporter's device.
         exporter: DeviceUuid,
         /// The importer's device.
@@ -106,7 +106,7 @@ pub enum ShareError {
     #[error(
         "the other process uses version {theirs} of the protocol, this one {ours}: build both with the same version of symmalloc"
     )]
-    OtherVersion {
+    VersionMismatch {
         /// Version of the other process.
         theirs: u32,
         /// Version of this process.

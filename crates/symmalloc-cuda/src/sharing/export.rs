@@ -207,10 +207,10 @@ impl Export {
         channel.receive(&mut hello, 0)?;
         let hello = Hello::read(hello)?;
         if hello.version != VERSION {
-            return Err(ShareError::OtherVersion { theirs: hello.version, ours: VERSION });
+            return Err(ShareError::VersionMismatch { theirs: hello.version, ours: VERSION });
         }
         if hello.uuid != self.uuid.0 {
-            return Err(ShareError::OtherDevice { exporter: self.uuid, importer: DeviceUuid(hello.uuid) });
+            return Err(ShareError::DeviceMismatch { exporter: self.uuid, importer: DeviceUuid(hello.uuid) });
         }
         if hello.access > given {
             return Err(ShareError::AccessRefused { wanted: hello.access, given });
@@ -244,8 +244,8 @@ impl Export {
     /// Returns the refusal to send to the other process, if it waits for an answer.
     fn refusal_of(&self, error: &ShareError) -> Option<Refusal> {
         Some(match error {
-            ShareError::OtherVersion { .. } => Refusal::Version,
-            ShareError::OtherDevice { exporter, .. } => Refusal::Device { uuid: exporter.0 },
+            ShareError::VersionMismatch { .. } => Refusal::Version,
+            ShareError::DeviceMismatch { exporter, .. } => Refusal::Device { uuid: exporter.0 },
             ShareError::AccessRefused { given, .. } => Refusal::Access { given: *given },
             ShareError::Stale(state) => Refusal::Stale { word: state.to_word() },
             ShareError::Cuda(crate::error::CudaError::Driver(error)) => Refusal::Failed { code: error.code },

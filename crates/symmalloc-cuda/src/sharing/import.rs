@@ -395,15 +395,15 @@ fn receive(
     header.check(&body)?;
     if header.kind == REFUSAL {
         return Err(match Refusal::read(&body)? {
-            Refusal::Version => ShareError::OtherVersion { theirs: header.version, ours: VERSION },
-            Refusal::Device { uuid } => ShareError::OtherDevice { exporter: DeviceUuid(uuid), importer },
+            Refusal::Version => ShareError::VersionMismatch { theirs: header.version, ours: VERSION },
+            Refusal::Device { uuid } => ShareError::DeviceMismatch { exporter: DeviceUuid(uuid), importer },
             Refusal::Access { given } => ShareError::AccessRefused { wanted, given },
             Refusal::Stale { word } => ShareError::Stale(ExportState::of_word(word)),
             Refusal::Failed { code } => ShareError::PeerFailed { code },
         });
     }
     if header.version != VERSION {
-        return Err(ShareError::OtherVersion { theirs: header.version, ours: VERSION });
+        return Err(ShareError::VersionMismatch { theirs: header.version, ours: VERSION });
     }
     if header.kind != kind {
         return Err(MessageError::Unexpected { kind: header.kind }.into());

@@ -290,7 +290,7 @@ stub_test!(other_devices_and_excess_access_are_refused_on_both_sides, ["STUB_DEV
     let before = descriptors();
     let (served, attached) = both(&export, &other, Access::Read);
     let error = served.expect_err("another device");
-    assert!(matches!(error, ShareError::OtherDevice { .. }), "{error}");
+    assert!(matches!(error, ShareError::DeviceMismatch { .. }), "{error}");
     assert_eq!(attached.expect_err("another device"), error);
     let (ours, theirs) = UnixStream::pair().expect("sockets");
     let error = ShareError::AccessRefused { wanted: Access::ReadWrite, given: Access::Read };

@@ -146,7 +146,7 @@ fn text_of_every_encoding_is_read_and_other_values_are_ignored() {
     }
     assert_eq!(root(pickle().op(opcode::NEWTRUE)), Value::True);
     for text in ["allocation", &"x".repeat(100_000), ""] {
-        assert_eq!(root(pickle().text(text)), Value::OtherText);
+        assert_eq!(root(pickle().text(text)), Value::UnusedText);
     }
 }
 

@@ -3,7 +3,7 @@
 //! In a snapshot with stack frames, 99 % of the data is stack frames, and the reader needs few of the keys. The caller therefore supplies a
 //! vocabulary of words, and
 //!
-//! * text outside of the vocabulary becomes [`Value::OtherText`]; floats, bytes, sets, `False` and `None` become [`Value::Nothing`]. Text
+//! * text outside of the vocabulary becomes [`Value::UnusedText`]; floats, bytes, sets, `False` and `None` become [`Value::Nothing`]. Text
 //!   outside of the vocabulary is kept as [`Value::Text`] only if it is written in full as the value of selected words;
 //! * a dict keeps only the entries whose key is a word;
 //! * a list keeps all lists in it, and those nonempty dicts that the caller selects. It counts all of its items ([`List::len`]), so a
@@ -58,7 +58,7 @@ pub(crate) enum Value {
     /// Other text that is kept.
     Text(TextId),
     /// Other text that is not kept.
-    OtherText,
+    UnusedText,
     /// An integer from 0 to 2^64 - 1.
     Integer(u64),
     /// A negative integer, or one of more than 64 bits.

@@ -32,7 +32,7 @@ impl Found {
     pub(crate) fn of(value: Option<Value>) -> Self {
         match value {
             None => Found::Missing,
-            Some(Value::Word(_) | Value::Text(_) | Value::OtherText) => Found::Text,
+            Some(Value::Word(_) | Value::Text(_) | Value::UnusedText) => Found::Text,
             Some(Value::Integer(_)) => Found::Number,
             Some(Value::OutOfRange) => Found::NumberOutOfRange,
             Some(Value::Dict(_)) => Found::Dict,

@@ -85,7 +85,7 @@ pub enum AllToAllError {
         "the {side} belongs to another context (device {ordinal}) than the communicator (device {expected}): use a buffer of \
          the communicator's CudaDevice"
     )]
-    OtherContext {
+    ContextMismatch {
         /// The buffer: input or output.
         side: Side,
         /// The buffer's device.
@@ -118,7 +118,7 @@ pub enum AllToAllError {
         "rank {rank} uses version {version} of the exchange of splits and this rank {expected}: run the same symmalloc version on every \
          rank"
     )]
-    OtherVersion {
+    VersionMismatch {
         /// The rank.
         rank: usize,
         /// The version that the rank uses.

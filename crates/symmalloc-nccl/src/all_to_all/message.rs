@@ -129,7 +129,7 @@ impl Messages {
             let message = message.map_err(|_| AllToAllError::DifferentCalls { rank })?;
             let version = message.head.version.get();
             if version != VERSION {
-                return Err(AllToAllError::OtherVersion { rank, version, expected: VERSION });
+                return Err(AllToAllError::VersionMismatch { rank, version, expected: VERSION });
             }
             Ok(message)
         };
@@ -230,7 +230,7 @@ mod tests {
         let all = gathered(&[messages(0).exchange(&[5, 3]), other]);
         assert_eq!(
             messages(0).read_exchange(&all),
-            Err(AllToAllError::OtherVersion { rank: 1, version: 9, expected: VERSION })
+            Err(AllToAllError::VersionMismatch { rank: 1, version: 9, expected: VERSION })
         );
     }
 
@@ -240,7 +240,7 @@ mod tests {
         let mut garbage = vec![0xff; own.len()];
         assert!(matches!(
             messages(0).read_exchange(&gathered(&[own.clone(), garbage.clone()])),
-            Err(AllToAllError::OtherVersion { rank: 1, .. })
+            Err(AllToAllError::VersionMismatch { rank: 1, .. })
         ));
         garbage[..8].copy_from_slice(&[1, 0, 0, 0, 3, 0, 0, 0]);
         let all = gathered(&[garbage.clone(), garbage.clone()]);

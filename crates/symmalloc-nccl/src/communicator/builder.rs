@@ -273,7 +273,7 @@ impl CommunicatorBuilder {
             (nccl.calls().device_of(comm)?, nccl.calls().rank_of_ranks(comm)?)
         };
         if usize::try_from(actual) != Ok(ordinal) {
-            return Err(CommError::OtherDevice { ordinal, actual });
+            return Err(CommError::DeviceMismatch { ordinal, actual });
         }
         self.start_watchdog()?;
         let (order, backoff) = (CommOrder::borrowed(&names.0), Backoff::new(self.deadline));

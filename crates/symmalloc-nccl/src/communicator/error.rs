@@ -181,7 +181,7 @@ pub enum CommError {
     #[error(
         "the communicator is on device {actual}, the CudaDevice is device {ordinal}: use the communicator's device"
     )]
-    OtherDevice {
+    DeviceMismatch {
         /// Ordinal of the given [`CudaDevice`](symmalloc_cuda::CudaDevice).
         ordinal: usize,
         /// The communicator's device.

@@ -80,7 +80,7 @@ impl CommunicatorBuilder {
         old.require(Capability::Grow)?;
         let (ordinal, actual) = (self.device.ordinal(), old.device().ordinal());
         if ordinal != actual {
-            return Err(CommError::OtherDevice { ordinal, actual: actual as i32 });
+            return Err(CommError::DeviceMismatch { ordinal, actual: actual as i32 });
         }
         let rank = old.rank();
         let raw_ranks = match c_int::try_from(ranks) {

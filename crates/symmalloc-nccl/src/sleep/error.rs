@@ -271,7 +271,7 @@ pub enum Obstacle {
     #[error(
         "a communicator to suspend has windows of other pools: put these to sleep first, or sleep without suspending"
     )]
-    OtherWindows,
+    WindowsOfOtherPools,
     /// An unknown obstacle, possibly reported by another version.
     #[error("unknown obstacle ({number})")]
     Other {

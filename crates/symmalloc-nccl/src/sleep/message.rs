@@ -291,7 +291,7 @@ impl VerdictMessage {
             Some(Obstacle::Other { number }) => (12, number, 0),
             Some(Obstacle::Retired) => (13, 0, 0),
             Some(Obstacle::NoSuspension) => (14, 0, 0),
-            Some(Obstacle::OtherWindows) => (15, 0, 0),
+            Some(Obstacle::WindowsOfOtherPools) => (15, 0, 0),
             Some(Obstacle::Held) => (16, 0, 0),
         };
         VerdictMessage { number: number.into(), first: first.into(), second: second.into(), third: third.into() }
@@ -317,7 +317,7 @@ impl VerdictMessage {
             12 => Obstacle::Other { number: first },
             13 => Obstacle::Retired,
             14 => Obstacle::NoSuspension,
-            15 => Obstacle::OtherWindows,
+            15 => Obstacle::WindowsOfOtherPools,
             16 => Obstacle::Held,
             number => Obstacle::Other { number },
         })
@@ -454,7 +454,7 @@ mod tests {
             Obstacle::Load { reason: Reason::Refused, code: 1 },
             Obstacle::Load { reason: Reason::Modified, code: 0 },
             Obstacle::NoSuspension,
-            Obstacle::OtherWindows,
+            Obstacle::WindowsOfOtherPools,
             Obstacle::SymmetricSpace { needed_bytes: 5 },
             Obstacle::Other { number: 4 },
         ];

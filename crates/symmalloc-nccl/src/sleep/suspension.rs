@@ -22,7 +22,7 @@ impl PhaseChange<'_> {
                 return Err(self.record_obstacle(Obstacle::NoSuspension));
             }
             if locked.attachment.comm.registrations() > locked.attachment.registrations_of(self.pool) {
-                return Err(self.record_obstacle(Obstacle::OtherWindows));
+                return Err(self.record_obstacle(Obstacle::WindowsOfOtherPools));
             }
         }
         Ok(())

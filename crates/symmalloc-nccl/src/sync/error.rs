@@ -63,7 +63,7 @@ pub enum AttachError {
     #[error(
         "communicator \"{communicator}\" is on device {actual}, the allocator on device {expected}: use one registrar per device"
     )]
-    OtherDevice {
+    DeviceMismatch {
         /// Name of the communicator.
         communicator: String,
         /// The allocator's device.

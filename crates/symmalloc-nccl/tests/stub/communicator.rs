@@ -432,7 +432,7 @@ nccl_test!(a_borrowed_communicator_is_left_to_its_owner, {
         let elsewhere = CudaDevice::new(7).expect("a stub device");
         // SAFETY: as above.
         let refused = unsafe { builder(&elsewhere).borrow(raw) }.map(|_| ());
-        let expected = CommError::OtherDevice { ordinal: 7, actual: rank.number() as i32 };
+        let expected = CommError::DeviceMismatch { ordinal: 7, actual: rank.number() as i32 };
         assert_eq!(refused, Err(expected));
         rank.meet();
     });

@@ -190,7 +190,7 @@ fn other_processes_and_other_jobs_are_rejected_without_delay() {
         assert!(since.elapsed() < HANDSHAKE_LIMIT, "the silent peer delayed the meeting");
         for other in [other_job, other_size] {
             let asked = other.join().expect("the thread does not panic");
-            assert_eq!(answers(&asked), [(address(&endpoints[0]), EndpointAnswer::OtherJob)]);
+            assert_eq!(answers(&asked), [(address(&endpoints[0]), EndpointAnswer::DifferentJob)]);
         }
         assert_eq!(late.join().expect("the thread does not panic"), Ok(id()));
         let mut answer = vec![];
@@ -297,10 +297,10 @@ fn peers() -> Vec<Peer> {
 fn verdicts(has_secret: bool, peer: &Peer) -> (Verdict, Option<Verdict>) {
     let Peer { hello, proof, version } = *peer;
     if version != VERSION {
-        return (Verdict::OtherVersion, None);
+        return (Verdict::VersionMismatch, None);
     }
     if (hello.job, hello.ranks) != (0xABCD, 3) || !(1..3).contains(&hello.rank) {
-        return (Verdict::OtherJob, None);
+        return (Verdict::DifferentJob, None);
     }
     match (has_secret, hello.has_secret) {
         (false, false) => (Verdict::Welcome, None),
@@ -365,10 +365,10 @@ fn rank_0_answers_each_peer_by_what_it_claims_and_proves() {
 
 #[test]
 fn a_rank_0_of_another_version_is_an_error_that_states_both_versions() {
-    let address = Stranger::OtherVersion.start();
+    let address = Stranger::VersionMismatch.start();
     let other = Endpoint::Network(address);
     let asked = ask(&meeting(2), std::slice::from_ref(&other), 1, BRIEF);
-    assert_eq!(answers(&asked), [(address, EndpointAnswer::OtherVersion { version: VERSION + 1 })]);
+    assert_eq!(answers(&asked), [(address, EndpointAnswer::VersionMismatch { version: VERSION + 1 })]);
     let text = asked.expect_err("another version").to_string();
     assert!(text.contains("run the same symmalloc version") && text.contains(&format!("{VERSION}")), "{text}");
     // It may belong to another job.
@@ -445,7 +445,7 @@ fn different_secrets_are_reported_without_delay() {
     let list = local_place("secrets");
     let local = list.listen().expect("the address is free");
     let cases = [
-        (&ours, &other, RendezvousError::WrongSecret, EndpointAnswer::OtherSecret),
+        (&ours, &other, RendezvousError::WrongSecret, EndpointAnswer::SecretMismatch),
         (&ours, &none, RendezvousError::SecretMissing, EndpointAnswer::SecretNeeded),
         (&none, &ours, RendezvousError::SecretMissingAtRank0, EndpointAnswer::NoSecret),
     ];
@@ -488,7 +488,7 @@ enum Stranger {
     /// Sends a rank 0's answer.
     Lying(Proof, Verdict),
     /// Sends the version of another build.
-    OtherVersion,
+    VersionMismatch,
 }
 
 impl Stranger {
@@ -518,8 +518,8 @@ impl Stranger {
                 thread::sleep(Duration::from_secs(1));
             },
             Stranger::Foreign => stream.write_all(&b"HTTP/1.1 400 Bad Request\r\n".repeat(10))?,
-            Stranger::OtherVersion => {
-                let mut head = Verdict::OtherVersion.head();
+            Stranger::VersionMismatch => {
+                let mut head = Verdict::VersionMismatch.head();
                 head[7] += 1;
                 stream.write_all(&[&head[..], &[0; TAIL_BYTES]].concat())?;
             }
@@ -544,16 +544,16 @@ impl Stranger {
 
 /// Returns the answer that a rank notes, or `None` if it believes the stranger.
 fn noted(has_secret: bool, proof: Proof, verdict: Verdict) -> Option<EndpointAnswer> {
-    use EndpointAnswer::{Contradiction, NoSecret, OtherJob, OtherSecret, SecretNeeded};
+    use EndpointAnswer::{Contradiction, DifferentJob, NoSecret, SecretMismatch, SecretNeeded};
     match (has_secret, proof, verdict) {
         // A rank without a secret is never challenged.
         (false, Proof::Wrong | Proof::Right, _) => Some(Contradiction),
         (true, Proof::Missing | Proof::Wrong, Verdict::Welcome | Verdict::RankTwice) => Some(Contradiction),
         (_, _, Verdict::Welcome | Verdict::RankTwice) => None,
-        (_, _, Verdict::OtherJob) => Some(OtherJob),
+        (_, _, Verdict::DifferentJob) => Some(DifferentJob),
         (false, _, Verdict::SecretNeeded) => Some(SecretNeeded),
         (true, Proof::Missing, Verdict::NoSecret) => Some(NoSecret),
-        (true, Proof::Wrong | Proof::Right, Verdict::WrongSecret) => Some(OtherSecret),
+        (true, Proof::Wrong | Proof::Right, Verdict::WrongSecret) => Some(SecretMismatch),
         _ => Some(Contradiction),
     }
 }
@@ -561,14 +561,14 @@ fn noted(has_secret: bool, proof: Proof, verdict: Verdict) -> Option<EndpointAns
 /// All strangers, with their answers to a rank. `None` if the rank believes them.
 fn strangers(has_secret: bool) -> Vec<(Stranger, Option<EndpointAnswer>)> {
     use EndpointAnswer::{Foreign, Silent};
-    let version = EndpointAnswer::OtherVersion { version: VERSION + 1 };
+    let version = EndpointAnswer::VersionMismatch { version: VERSION + 1 };
     let mut all = vec![
         (Stranger::Silent, Some(Silent)),
         (Stranger::Stopped, Some(Silent)),
         (Stranger::Closing, Some(Silent)),
         (Stranger::Slow, Some(Silent)),
         (Stranger::Foreign, Some(Foreign)),
-        (Stranger::OtherVersion, Some(version)),
+        (Stranger::VersionMismatch, Some(version)),
     ];
     for proof in Proof::ALL {
         // An answer that is a challenge is a proof of its own.
@@ -618,11 +618,11 @@ fn strangers_at_other_addresses_cost_less_than_a_second() {
 fn the_error_contains_the_answer_of_each_address_and_the_most_likely_cause() {
     let (_port, nobody) = nobody();
     let causes = [
-        (EndpointAnswer::OtherVersion { version: VERSION + 1 }, "run the same symmalloc version"),
+        (EndpointAnswer::VersionMismatch { version: VERSION + 1 }, "run the same symmalloc version"),
         (EndpointAnswer::NoSecret, "Rank 0 probably lacks the job secret"),
         (EndpointAnswer::SecretNeeded, "This rank probably lacks the job secret"),
-        (EndpointAnswer::OtherSecret, "set SYMMALLOC_JOB_SECRET"),
-        (EndpointAnswer::OtherJob, "all ranks have the same job"),
+        (EndpointAnswer::SecretMismatch, "set SYMMALLOC_JOB_SECRET"),
+        (EndpointAnswer::DifferentJob, "all ranks have the same job"),
         (EndpointAnswer::Silent, "stopped or late"),
         (EndpointAnswer::Foreign, "Another program probably uses its port"),
         (EndpointAnswer::Contradiction, "Another program probably uses its port"),
@@ -732,7 +732,7 @@ fn a_relay_is_detected() {
         let to = address(&endpoints[0]);
         thread::spawn(move || relaying.incoming().flatten().for_each(|stream| relay(stream, to)));
         let given = scope.spawn(|| meeting.serve_id(&listener, &id(), &within(PATIENT)).map(|_| ()));
-        assert_eq!(answers(&ask(&meeting, &in_between, 1, BRIEF))[0].1, EndpointAnswer::OtherSecret);
+        assert_eq!(answers(&ask(&meeting, &in_between, 1, BRIEF))[0].1, EndpointAnswer::SecretMismatch);
         assert_eq!(ask(&meeting, &endpoints, 1, PATIENT), Ok(id()));
         assert_eq!(given.join().expect("the thread does not panic"), Ok(()));
     });

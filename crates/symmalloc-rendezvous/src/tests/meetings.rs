@@ -195,7 +195,7 @@ fn the_first_deadline_of_a_rank_that_arrived_ends_the_meeting_of_all() {
 fn a_rank_with_another_secret_or_none_ends_the_meeting_of_all() {
     for kind in 0..Venue::KINDS {
         for (theirs, found, own) in [
-            (secret(OTHER_SECRET), EndpointAnswer::OtherSecret, RendezvousError::WrongSecret),
+            (secret(OTHER_SECRET), EndpointAnswer::SecretMismatch, RendezvousError::WrongSecret),
             (None, EndpointAnswer::SecretNeeded, RendezvousError::SecretMissing),
         ] {
             let ours = meeting(3, secret(SECRET));
@@ -490,7 +490,7 @@ enum Fault {
     Restart(u32),
     /// Rank 0 ends after this many milliseconds, and starts again.
     RestartOfRank0(u64),
-    OtherSecret(u32),
+    SecretMismatch(u32),
     NoSecret(u32),
     /// The rank never starts.
     Missing(u32),
@@ -502,7 +502,7 @@ impl Fault {
         match random.below(10) {
             4 if ranks > 2 => Fault::Restart(rank),
             5 => Fault::RestartOfRank0(random.below(80)),
-            6 => Fault::OtherSecret(rank),
+            6 => Fault::SecretMismatch(rank),
             7 => Fault::NoSecret(rank),
             8..10 => Fault::Missing(rank),
             _ => Fault::None,
@@ -521,11 +521,11 @@ fn generated_meeting(seed: u64) {
     let venue = Venue::new(kind, &ours);
     let theirs = |text| Meeting { secret: text, ..ours.clone() };
     let of_rank = |rank| match fault {
-        Fault::OtherSecret(of) if of == rank => theirs(secret(OTHER_SECRET)),
+        Fault::SecretMismatch(of) if of == rank => theirs(secret(OTHER_SECRET)),
         Fault::NoSecret(of) if of == rank => theirs(None),
         _ => ours.clone(),
     };
-    let fails = matches!(fault, Fault::OtherSecret(_) | Fault::NoSecret(_) | Fault::Missing(_));
+    let fails = matches!(fault, Fault::SecretMismatch(_) | Fault::NoSecret(_) | Fault::Missing(_));
     let millis = if fails { 700 } else { PATIENT };
     let has_restarted = AtomicBool::new(false);
     let results: Vec<Option<Ended>> = thread::scope(|scope| {
@@ -559,7 +559,7 @@ fn generated_meeting(seed: u64) {
         return;
     }
     let Some(Err(cause @ RendezvousError::Missing { missing, .. })) = &results[0] else { panic!("{story}") };
-    let (Fault::OtherSecret(at) | Fault::NoSecret(at) | Fault::Missing(at)) = fault else { panic!("{story}") };
+    let (Fault::SecretMismatch(at) | Fault::NoSecret(at) | Fault::Missing(at)) = fault else { panic!("{story}") };
     assert!(missing.contains(&at), "{story}");
     for (rank, result) in (0..).zip(&results) {
         match result {

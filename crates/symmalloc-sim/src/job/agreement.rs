@@ -128,6 +128,6 @@ fn check<L: Lock>(
     }
     let describe =
         |ops: &std::ops::Range<u64>| format!("ops {} to {} of the heap of {heap}", ops.start, ops.end - 1).into();
-    let cause = FailureCause::OtherOpNamed { named: describe(&named), expected: describe(&departure.ops) };
+    let cause = FailureCause::WrongOpNamed { named: describe(&named), expected: describe(&departure.ops) };
     Err((Some(departure.step), cause))
 }

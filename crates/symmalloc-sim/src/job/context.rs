@@ -66,7 +66,7 @@ pub enum Deviation {
         id: AllocationId,
     },
     /// The rank requests a different size.
-    OtherSize {
+    DifferentSize {
         /// The allocation.
         id: AllocationId,
         /// The size, in bytes.
@@ -162,7 +162,7 @@ impl fmt::Display for RankContext {
         match self.deviation {
             None => Ok(()),
             Some(Deviation::KeepAllocation { id }) => write!(f, " keeps:{}", id.0),
-            Some(Deviation::OtherSize { id, size_bytes }) => write!(f, " size:{}={size_bytes}", id.0),
+            Some(Deviation::DifferentSize { id, size_bytes }) => write!(f, " size:{}={size_bytes}", id.0),
         }
     }
 }
@@ -210,7 +210,7 @@ impl std::str::FromStr for RankContext {
                     let (id, size) = value.split_once('=').ok_or_else(bad)?;
                     let number = |text: &str| text.parse().map_err(|_| bad());
                     let id = AllocationId(number(id)?);
-                    read.deviation = Some(Deviation::OtherSize { id, size_bytes: number(size)? });
+                    read.deviation = Some(Deviation::DifferentSize { id, size_bytes: number(size)? });
                 }
                 _ => return Err(bad()),
             }
@@ -254,7 +254,7 @@ mod tests {
             for mut rank in JobPlan::from_seed(seed, &size).ranks {
                 faulty += usize::from(rank.is_faulty());
                 if rank.rank % 9 == 0 {
-                    rank.deviation = Some(Deviation::OtherSize { id: AllocationId(7), size_bytes: 513 });
+                    rank.deviation = Some(Deviation::DifferentSize { id: AllocationId(7), size_bytes: 513 });
                 }
                 assert_eq!(rank.to_string().parse(), Ok(rank));
             }

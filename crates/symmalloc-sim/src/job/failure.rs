@@ -30,7 +30,7 @@ pub struct Failure {
 pub enum FailureCause {
     /// A rank without faults made a different decision than the reference.
     #[error("the rank decided differently: {decision}; expected {expected}")]
-    OtherDecision {
+    DifferentDecision {
         /// The rank's decision.
         decision: Decision,
         /// The reference's decision.
@@ -38,7 +38,7 @@ pub enum FailureCause {
     },
     /// A rank without faults has a different digest than the reference.
     #[error("the digest of the heap of {heap} differs")]
-    OtherDigest {
+    DifferentDigest {
         /// The first heap that differs.
         heap: HeapId,
     },
@@ -80,7 +80,7 @@ pub enum FailureCause {
     FalseAlarm,
     /// The agreement named a different op than the op at which the ranks diverged.
     #[error("the agreement named {named}, but the ranks diverged at {expected}")]
-    OtherOpNamed {
+    WrongOpNamed {
         /// Ops that the agreement named.
         named: Box<str>,
         /// Ops that the agreement should have named.
@@ -94,7 +94,7 @@ pub enum FailureCause {
 impl FailureCause {
     /// Returns `true` if a rank without faults differs from the reference.
     pub(crate) fn is_difference(&self) -> bool {
-        matches!(self, FailureCause::OtherDecision { .. } | FailureCause::OtherDigest { .. })
+        matches!(self, FailureCause::DifferentDecision { .. } | FailureCause::DifferentDigest { .. })
     }
 
     /// Returns `true` if two failures are of the same kind, so that a plan with one can replace a plan with the other.

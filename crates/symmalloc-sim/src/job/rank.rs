@@ -171,7 +171,7 @@ impl<L: Lock> Rank<L> {
         let digests = self.digests(job);
         match &mut self.standing {
             RankStanding::Alike => first_difference(&digests, &journal.last)
-                .map_or(Ok(()), |heap| Err(Stop::Failed { step: None, cause: FailureCause::OtherDigest { heap } })),
+                .map_or(Ok(()), |heap| Err(Stop::Failed { step: None, cause: FailureCause::DifferentDigest { heap } })),
             RankStanding::Followed { .. } => Ok(()),
         }
     }
@@ -287,7 +287,7 @@ impl<L: Lock> Rank<L> {
         {
             let starved = Decision::Refused(DecidedRefusal::LimitOverAll);
             if !(job.may_starve && [decision, expected].contains(&starved)) {
-                let cause = FailureCause::OtherDecision { decision, expected };
+                let cause = FailureCause::DifferentDecision { decision, expected };
                 return Err(Stop::Failed { step: Some(number), cause });
             }
             self.standing.begin_to_follow();
@@ -305,8 +305,9 @@ impl<L: Lock> Rank<L> {
             self.standing.follow(&digests, journal, index, number);
             return Ok(());
         }
-        first_difference(&digests, journal.digests(index))
-            .map_or(Ok(()), |heap| Err(Stop::Failed { step: Some(number), cause: FailureCause::OtherDigest { heap } }))
+        first_difference(&digests, journal.digests(index)).map_or(Ok(()), |heap| {
+            Err(Stop::Failed { step: Some(number), cause: FailureCause::DifferentDigest { heap } })
+        })
     }
 
     /// Returns the digests of all compared heaps.

@@ -52,7 +52,7 @@ pub fn simulate(
         Ok(outcome) => return Ok(outcome),
         Err(failure) => failure,
     };
-    let (FailureCause::OtherDecision { .. } | FailureCause::OtherDigest { .. }, Some(rank)) =
+    let (FailureCause::DifferentDecision { .. } | FailureCause::DifferentDigest { .. }, Some(rank)) =
         (&failure.cause, failure.rank)
     else {
         return Err(failure);

@@ -30,7 +30,7 @@ impl<L: Lock> Rank<L> {
             Op::Allocate { id, pool, stream, size_bytes } => {
                 self.live[slot] = None;
                 let size_bytes = match self.context.deviation {
-                    Some(Deviation::OtherSize { id: other, size_bytes }) if other == id => size_bytes,
+                    Some(Deviation::DifferentSize { id: other, size_bytes }) if other == id => size_bytes,
                     _ => size_bytes,
                 };
                 let pool = self.pools[pool.index()];

@@ -73,7 +73,7 @@ class Wheels(unittest.TestCase):
             (self.folder / odd).unlink()
         vllm = self.folder / f"vllm-{VLLM}-py3-none-any.whl"
         vllm.rename(self.folder / "vllm-0.23.0-py3-none-any.whl")
-        with self.assertRaisesRegex(self.job.OtherVersion, r"vLLM is 0\.23\.0: this job needs 0\.22\.0 \(PyTorch 2\.11\.0\) or 0\.33\.0"):
+        with self.assertRaisesRegex(self.job.VersionMismatch, r"vLLM is 0\.23\.0: this job needs 0\.22\.0 \(PyTorch 2\.11\.0\) or 0\.33\.0"):
             self.job.check_wheels(self.folder)
         (self.folder / "vllm-0.23.0-py3-none-any.whl").unlink()
         with self.assertRaisesRegex(self.job.MissingWheel, "no wheel of vllm"):
@@ -89,7 +89,7 @@ class Wheels(unittest.TestCase):
                 if fits:
                     self.job.check_wheels(self.folder)
                 else:
-                    with self.assertRaises(self.job.OtherVersion):
+                    with self.assertRaises(self.job.VersionMismatch):
                         self.job.check_wheels(self.folder)
 
 
@@ -175,7 +175,7 @@ class Comparison(unittest.TestCase):
         with mock.patch.object(engine.importlib.metadata, "version", lambda _: "0.33.0"):
             engine.check_torch("2.14.0+cu130")
             for version in ("2.11.0", "2.14.1+cu130"):
-                with self.assertRaisesRegex(engine.OtherVersion, r"0\.33\.0 and PyTorch .* do not fit"):
+                with self.assertRaisesRegex(engine.VersionMismatch, r"0\.33\.0 and PyTorch .* do not fit"):
                     engine.check_torch(version)
 
     def test_measured_servers_can_sleep_afterwards(self) -> None:
@@ -270,7 +270,7 @@ class SGLang(unittest.TestCase):
             self.assertEqual(len(module.check_wheels(folder)), len(listed))
             wheel = next(folder.glob("sglang-*"))
             wheel.rename(folder / "sglang-0.5.18-py3-none-any.whl")
-            with self.assertRaisesRegex(module.OtherVersion, r"sglang is 0\.5\.18: this job needs 0\.5\.17"):
+            with self.assertRaisesRegex(module.VersionMismatch, r"sglang is 0\.5\.18: this job needs 0\.5\.17"):
                 module.check_wheels(folder)
             (folder / "sglang-0.5.18-py3-none-any.whl").unlink()
             with self.assertRaisesRegex(module.MissingWheel, "no wheel of sglang"):

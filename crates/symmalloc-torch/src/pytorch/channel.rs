@@ -112,7 +112,7 @@ fn check_user(channel: &Channel<'_>) -> Result<(), Error> {
     let ours = unsafe { libc::geteuid() };
     match channel.peer() {
         Some((_, theirs)) if theirs == ours => Ok(()),
-        peer => Err(Error::OtherUser { theirs: peer.map(|(_, theirs)| theirs), ours }),
+        peer => Err(Error::ForeignUser { theirs: peer.map(|(_, theirs)| theirs), ours }),
     }
 }
 

@@ -98,7 +98,7 @@ pub enum Contradiction {
     },
     /// An allocation belongs to a different stream than its heap.
     #[error("the allocation belongs to {stream}, but its heap belongs to another stream")]
-    OtherStream {
+    DifferentStream {
         /// The allocation's stream.
         stream: StreamId,
     },

@@ -265,7 +265,7 @@ fn check_allocation(
         return Err(Contradiction::Request { size_bytes });
     }
     if !group.may_include(stream) {
-        return Err(Contradiction::OtherStream { stream });
+        return Err(Contradiction::DifferentStream { stream });
     }
     match allocation.name.as_ref().map(|name| name.len()) {
         Some(bytes) if bytes > NAME_BYTES_MAX => Err(Contradiction::NameTooLong { bytes }),

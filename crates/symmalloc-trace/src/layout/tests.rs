@@ -53,12 +53,12 @@ fn a_written_layout_reads_back() {
 #[test]
 fn other_files_are_not_layouts() {
     for text in ["", "\n", "symmalloc-trace 1\n", "symmalloc-layout\n", "symmalloc-layout x\n", "\x1f\u{8b}\n"] {
-        assert!(matches!(parse(text), Err(LayoutTextError::OtherFormat)), "{text:?}");
+        assert!(matches!(parse(text), Err(LayoutTextError::WrongFormat)), "{text:?}");
     }
     let newer = parse("symmalloc-layout 2\n");
     assert!(matches!(newer, Err(LayoutTextError::UnsupportedVersion { found: 2 })));
     let longer = read(&vec![b'x'; 1 << 20][..]);
-    assert!(matches!(longer, Err(LayoutTextError::OtherFormat)));
+    assert!(matches!(longer, Err(LayoutTextError::WrongFormat)));
 }
 
 #[test]
@@ -166,7 +166,7 @@ fn impossible_layouts_are_refused() {
     for request in ["a 0 512 0 s1\n", "a 0 512 513 s1\n"] {
         assert_eq!(contradiction(&[&memory, request]), Request { size_bytes: 512 });
     }
-    assert_eq!(contradiction(&[&memory, "a 0 512 1 s0\n"]), OtherStream { stream: StreamId(0) });
+    assert_eq!(contradiction(&[&memory, "a 0 512 1 s0\n"]), DifferentStream { stream: StreamId(0) });
     for user in [1, 2] {
         let users = format!("a 0 512 1 s1\n{}", ["u s2\n", ""][usize::from(user == 1)]);
         let stream = StreamId(user);

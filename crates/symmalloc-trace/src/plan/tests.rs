@@ -51,9 +51,9 @@ fn a_written_plan_reads_back() {
 
 #[test]
 fn other_files_are_not_plans() {
-    assert!(matches!(parse(""), Err(PlanTextError::OtherFormat)));
-    assert!(matches!(parse("symmalloc-trace 1\nend 0\n"), Err(PlanTextError::OtherFormat)));
-    assert!(matches!(read(&[0x1f, 0x8b, 0x08, 0xff][..]), Err(PlanTextError::OtherFormat)));
+    assert!(matches!(parse(""), Err(PlanTextError::WrongFormat)));
+    assert!(matches!(parse("symmalloc-trace 1\nend 0\n"), Err(PlanTextError::WrongFormat)));
+    assert!(matches!(read(&[0x1f, 0x8b, 0x08, 0xff][..]), Err(PlanTextError::WrongFormat)));
     assert!(matches!(parse("symmalloc-plan 2\nend 0\n"), Err(PlanTextError::UnsupportedVersion { found: 2 })));
     assert!(matches!(parse("symmalloc-plan 1"), Err(PlanTextError::Torn { line: 1 })));
 }
@@ -137,7 +137,7 @@ fn missing_lines_are_detected() {
     for cut in 0..text.len() - 1 {
         let error = parse(&text[..cut]).expect_err("its end is missing");
         let is_torn =
-            matches!(error, PlanTextError::Torn { .. }) || cut < 18 && matches!(error, PlanTextError::OtherFormat);
+            matches!(error, PlanTextError::Torn { .. }) || cut < 18 && matches!(error, PlanTextError::WrongFormat);
         assert!(is_torn, "cut at {cut}: {error}");
     }
     let lost = text.replace("a 512 s1 2 @1024\n", "");

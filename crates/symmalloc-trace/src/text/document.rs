@@ -43,7 +43,7 @@ pub enum DocumentError<D: Document> {
     Line(#[from] LineError),
     /// The first line does not identify a document of this kind.
     #[error("not a {}: the first line must be `{} {}`; {}", D::FORMAT.name, D::FORMAT.magic, D::FORMAT.version, D::FORMAT.obtain)]
-    OtherFormat,
+    WrongFormat,
     /// The document has a later version of the format.
     #[error(
         "the {} has version {found}, but this library reads version {}: use a newer one, or {}",
@@ -129,7 +129,7 @@ pub(crate) fn read<B: DocumentBuilder>(reader: impl BufRead) -> Result<B::Docume
     match lines.read_first(format.magic)? {
         FirstLine::Version(version) if version == format.version => {}
         FirstLine::Version(found) => return Err(DocumentError::UnsupportedVersion { found }),
-        FirstLine::Foreign => return Err(DocumentError::OtherFormat),
+        FirstLine::Foreign => return Err(DocumentError::WrongFormat),
         FirstLine::Torn => return Err(DocumentError::Torn { line: lines.number() }),
     }
     let mut builder = B::default();

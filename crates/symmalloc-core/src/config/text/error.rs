@@ -71,7 +71,7 @@ pub enum ConfigTextError {
     },
     /// The key applies only to a different kind of segment.
     #[error("byte {offset}: {key} applies only to segments:{segments}; add that, or remove the key")]
-    OtherSegments {
+    WrongSegments {
         /// Offset of the key.
         offset: usize,
         /// The key.

@@ -11,7 +11,7 @@ pub enum KeyRefusal {
     LocalAge,
     /// The value requests the driver's own allocator.
     #[error("cudaMallocAsync is another allocator, whose addresses the driver chooses; use backend:native")]
-    OtherAllocator,
+    DriverAllocator,
     /// The key is PyTorch's and has no effect here.
     #[error("{0}")]
     NoEffect(IgnoredReason),
@@ -52,5 +52,5 @@ pub enum IgnoredReason {
     DeviceTotal,
     /// It does not apply to the selected segments.
     #[error("it applies to fixed segments, but the segments are expandable")]
-    OtherSegments,
+    WrongSegments,
 }

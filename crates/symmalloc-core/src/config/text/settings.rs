@@ -82,7 +82,7 @@ impl<'a> Settings<'a> {
         }
         let value = parse_value(key.takes, name, unit, value)?;
         if let ("backend", Value::Number(1..)) = (name, value) {
-            return Err(ConfigTextError::Refused { offset, key: name, reason: KeyRefusal::OtherAllocator });
+            return Err(ConfigTextError::Refused { offset, key: name, reason: KeyRefusal::DriverAllocator });
         }
         let setting = Setting { key, name, offset, value };
         match self.stated.iter_mut().find(|stated| stated.key.name == key.name) {

@@ -125,7 +125,8 @@ stub_test!(torn_and_hostile_offers_are_typed_errors_and_their_descriptors_are_cl
         let mut changed = offer.clone();
         changed[at] ^= 0x41;
         let error = attach_to(&changed, &two, &device);
-        let is_typed = matches!(error, ShareError::Message(_) | ShareError::HungUp | ShareError::OtherVersion { .. });
+        let is_typed =
+            matches!(error, ShareError::Message(_) | ShareError::HungUp | ShareError::VersionMismatch { .. });
         assert!(is_typed, "byte {at}: {error}");
         seen.insert(error.to_string());
     }
@@ -165,6 +166,6 @@ stub_test!(hostile_importers_are_typed_errors, {
     assert_eq!(step([7, 0, 0]), ShareError::Message(MessageError::Unexpected { kind: 7 }));
     assert_eq!(step([3, 2, 0]), ShareError::PeerFailed { code: 2 });
     hello[8] = 9;
-    assert_eq!(serve(&hello), ShareError::OtherVersion { theirs: 9, ours: 1 });
+    assert_eq!(serve(&hello), ShareError::VersionMismatch { theirs: 9, ours: 1 });
     assert_eq!((descriptors(), export.report().peers.len()), (before, 0));
 });

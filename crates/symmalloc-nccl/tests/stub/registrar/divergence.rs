@@ -40,7 +40,7 @@ nccl_test!(another_size_on_one_rank_is_reported_on_all, {
     let errors = injected(4, |it, pool, tensors| {
         tensors.push(it.take(pool, if it.rank == 1 { 30 * MIB + 512 } else { 30 * MIB }));
     });
-    assert_eq!(cause(&errors), Cause::OtherRequest);
+    assert_eq!(cause(&errors), Cause::DifferentRequest);
 });
 
 nccl_test!(an_allocation_on_one_rank_only_is_reported_on_all, {
@@ -58,7 +58,7 @@ nccl_test!(another_order_on_one_rank_is_reported_on_all, {
         tensors.extend(sizes.map(|size| it.take(pool, size)));
         tensors.push(it.take(pool, 50 * MIB));
     });
-    assert_eq!(cause(&errors), Cause::OtherOrder);
+    assert_eq!(cause(&errors), Cause::DifferentOrder);
 });
 
 nccl_test!(memory_that_one_rank_is_refused_is_reported_on_all, {
@@ -144,7 +144,7 @@ nccl_test!(a_difference_from_before_a_sync_of_other_ranks_is_named, {
         });
         let SyncError::Disagreed { disagreement, .. } = &outcomes[0] else { panic!("{}", outcomes[0]) };
         let first = disagreement.first_heap().expect("a heap differs");
-        assert_eq!(first.cause, Cause::OtherRequest, "after {syncs} syncs of two ranks: {disagreement}");
+        assert_eq!(first.cause, Cause::DifferentRequest, "after {syncs} syncs of two ranks: {disagreement}");
         assert!(first.groups.iter().any(|group| group.ranks.to_string() == "2"), "{disagreement}");
         assert!(outcomes.iter().all(|error| *error == outcomes[0]), "all ranks have the same report");
         nothing_is_left();

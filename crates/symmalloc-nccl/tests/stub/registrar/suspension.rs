@@ -101,7 +101,7 @@ nccl_test!(other_windows_prevent_a_suspension, ["STUB_NCCL_VERSION" = "23007"], 
         it.registrar.sync(&[&it.world]).expect("the ranks agree");
         let error = it.registrar.sleep_and_suspend(&it.world, pool.id(), Contents::Drop).expect_err("it has windows");
         let CollectiveSleepError::Refused { ranks, .. } = &error else { panic!("{error}") };
-        assert!(ranks.len() == 2 && ranks.iter().all(|of| of.obstacle == Obstacle::OtherWindows), "{error}");
+        assert!(ranks.len() == 2 && ranks.iter().all(|of| of.obstacle == Obstacle::WindowsOfOtherPools), "{error}");
         it.reduce_right(&it.world, &mut tensor);
         it.registrar.sleep(&it.world, other.id(), Contents::Drop).expect("all ranks sleep");
         it.registrar.sleep_and_suspend(&it.world, pool.id(), Contents::Drop).expect("the other pool sleeps");
@@ -131,7 +131,7 @@ nccl_test!(a_communicator_with_registrations_is_not_suspended, ["STUB_NCCL_VERSI
         assert!(matches!(error, CommError::Registered { registrations: 1, .. }), "{error}");
         let error = it.registrar.sleep_and_suspend(&it.world, pool.id(), Contents::Drop).expect_err("it has a buffer");
         let CollectiveSleepError::Refused { ranks, .. } = &error else { panic!("{error}") };
-        assert!(ranks.iter().all(|of| of.obstacle == Obstacle::OtherWindows), "{error}");
+        assert!(ranks.iter().all(|of| of.obstacle == Obstacle::WindowsOfOtherPools), "{error}");
         it.world.deregister_buffer(buffer).expect("it is registered");
         it.world.suspend().expect("nothing is registered");
         assert!(it.world.is_suspended());
