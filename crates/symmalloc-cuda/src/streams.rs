@@ -2,7 +2,6 @@
 
 mod backend_streams;
 mod captures;
-mod comparisons;
 mod event_pool;
 mod lent;
 
@@ -10,5 +9,4 @@ pub(crate) use backend_streams::BackendStreams;
 pub(crate) use backend_streams::is_same;
 pub use captures::CaptureWatch;
 pub(crate) use captures::{CaptureId, capture_of};
-pub(crate) use comparisons::Comparisons;
 pub use lent::LentStream;

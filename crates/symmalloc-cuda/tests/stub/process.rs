@@ -2,8 +2,7 @@
 
 use std::sync::Arc;
 pub(crate) use stub_process::cuda::{
-    Logged, LongWork, advance, all_calls, begin_log, calls, fail, fail_elsewhere, heal, hold, live, own_calls,
-    reported, take_log,
+    Logged, LongWork, advance, all_calls, begin_log, calls, fail, fail_elsewhere, heal, hold, live, own_calls, take_log,
 };
 pub(crate) use stub_process::{Library, descriptors, steady, stub_test};
 use symmalloc_cuda::CudaDevice;

@@ -31,8 +31,6 @@ pub(super) enum Takes {
     Text,
     /// PyTorch's `roundup_power2_divisions`.
     Divisions,
-    /// A list of debugging options.
-    Debug,
     /// Anything; it is not parsed.
     Anything,
 }
@@ -82,7 +80,7 @@ macro_rules! key {
 }
 
 /// All keys, including those of PyTorch 2.14.
-static KEYS: [Key; 42] = {
+static KEYS: [Key; 41] = {
     use {Of::*, Takes::*};
     const DRIVER: Of = Nothing(IgnoredReason::NotPlacement);
     const FRACTION: Of = Nothing(IgnoredReason::DeviceFraction);
@@ -109,7 +107,6 @@ static KEYS: [Key; 42] = {
         key!("reclaim", Word(RECLAIM, "never, heap or pool"), Pool),
         key!("plan", Word(PLAN, "off or learn"), Pool),
         key!("tag", Text, Pool),
-        key!("debug", Debug, Pool),
         key!("backend", Word(BACKENDS, "native"), Pool),
         key!("total_limit", Bytes, Allocator),
         key!("retries_max", Count, Allocator),
