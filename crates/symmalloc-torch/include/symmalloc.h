@@ -23,22 +23,22 @@
 #define SYMMALLOC_VERSION "0.1.0"
 
 /**
- * `contents` of a sleep: live allocations are copied to the storage of the pool on the host, and restored on wake.
+ * `contents` of a sleep: the contents of live allocations are copied to the pool's storage on the host, and restored on wake.
  */
 #define SYMMALLOC_CONTENTS_KEEP 0
 
 /**
- * `contents` of a sleep: live allocations are discarded, and undefined after wake.
+ * `contents` of a sleep: the contents of live allocations are discarded, and are undefined after the wake.
  */
 #define SYMMALLOC_CONTENTS_DROP 1
 
 /**
- * `contents` of a sleep: live allocations are discarded, and zero after wake.
+ * `contents` of a sleep: the contents of live allocations are discarded, and are zero after the wake.
  */
 #define SYMMALLOC_CONTENTS_ZERO 2
 
 /**
- * The pool has its memory.
+ * The pool is awake: it has its memory.
  */
 #define SYMMALLOC_PHASE_AWAKE 0
 
@@ -48,8 +48,8 @@
 #define SYMMALLOC_PHASE_ASLEEP 1
 
 /**
- * The pool sleeps, but the driver or a window still holds some memory. Another sleep tries to release it. A wake reuses it, unless the pool is
- * registered: then it needs a sleep first.
+ * The pool sleeps, but the driver or a window still holds some memory. Another sleep tries again to release that memory. A wake reuses
+ * that memory. A registered pool, however, must sleep again before it can wake.
  */
 #define SYMMALLOC_PHASE_HELD 2
 
@@ -86,14 +86,14 @@
 #define SYMMALLOC_AGREE_BY_HAND UINT32_MAX
 
 /**
- * Option of `symmalloc_all_to_all_create`: rejects buffers that are not registered on the communicator. NCCL can move these too,
- * through its internal buffers.
+ * Option of `symmalloc_all_to_all_create`: rejects buffers that are not registered on the communicator. NCCL could move the data of such
+ * buffers, too, through its internal buffers.
  */
 #define SYMMALLOC_ALL_TO_ALL_REGISTERED 1
 
 /**
  * Option of `symmalloc_all_to_all_create`: the ranks compare their splits before each call, and all return the same error if they
- * disagree. For debugging: each call blocks the host for an exchange.
+ * disagree. This is for debugging, because each call then blocks the host for an exchange.
  */
 #define SYMMALLOC_ALL_TO_ALL_CHECKED 2
 
@@ -224,7 +224,8 @@ typedef struct symmalloc_slept {
 } symmalloc_slept;
 
 /**
- * The used memory of a device in bytes, by owner. The parts add up to `used_bytes`, unless memory is allocated or released meanwhile.
+ * The used memory of a device in bytes, by owner. The parts add up to `used_bytes`, unless memory is allocated or released during the
+ * call.
  */
 typedef struct symmalloc_memory {
   /**
@@ -232,11 +233,11 @@ typedef struct symmalloc_memory {
    */
   uint64_t used_bytes;
   /**
-   * Bytes of pools that are awake, including their free blocks, without those of graphs.
+   * Bytes of awake pools, including their free blocks, except for those in `graph_bytes`.
    */
   uint64_t awake_bytes;
   /**
-   * Bytes of graphs' pools that are awake.
+   * Bytes of awake mempools: graphs' pools and PyTorch's `MemPool`s.
    */
   uint64_t graph_bytes;
   /**
@@ -278,7 +279,7 @@ typedef struct symmalloc_woken {
    */
   uint64_t changed;
   /**
-   * Communicators that failed during the sleep. Register on new ones.
+   * Communicators that failed during the sleep. Register the pool on new communicators.
    */
   uint64_t lost;
   /**
@@ -304,7 +305,7 @@ typedef struct symmalloc_step_report {
    */
   uint64_t plan_bytes;
   /**
-   * The number of the first allocation that differed from the plan; `UINT64_MAX` if there was none, or no plan.
+   * The number of the first allocation that differed from the plan; `UINT64_MAX` if none differed or if there was no plan.
    */
   uint64_t differs_at;
 } symmalloc_step_report;
@@ -341,12 +342,12 @@ typedef struct symmalloc_placement {
 } symmalloc_placement;
 
 /**
- * Options of a registration. All zero: windows, a comparison at every sync, and a deadline of five minutes. All ranks pass the same
- * values, except for `rank`.
+ * Options of a registration. If all are zero, they select windows, a comparison at every sync, and a deadline of five minutes. All ranks
+ * pass the same values, except for `rank`.
  */
 typedef struct symmalloc_registrar_options {
   /**
-   * The timeout of every wait for other ranks, in milliseconds; 0: five minutes.
+   * The timeout of every wait for other ranks, in milliseconds; 0 means five minutes.
    */
   uint32_t deadline_ms;
   /**
@@ -354,9 +355,9 @@ typedef struct symmalloc_registrar_options {
    */
   uint32_t registration;
   /**
-   * The number of syncs per comparison of the ranks' histories: 0 and 1 compare at every sync, `SYMMALLOC_AGREE_BY_HAND` at none. A
-   * sync that neither compares nor finds new segments returns immediately. If only some ranks find new segments in such a sync, these
-   * ranks time out.
+   * The number of syncs per comparison of the ranks' histories. With 0 or 1, every sync compares them; with `SYMMALLOC_AGREE_BY_HAND`,
+   * none does. A sync that neither compares nor finds new segments returns immediately. If only some ranks find new segments in a sync
+   * that does not compare, these ranks time out.
    */
   uint32_t agree_every;
   /**
@@ -364,24 +365,24 @@ typedef struct symmalloc_registrar_options {
    */
   uint32_t rank;
   /**
-   * The expected number of ranks of the communicator. 0 disables the check of this and of `rank`.
+   * The expected number of ranks of the communicator. 0 disables the checks of this number and of `rank`.
    */
   uint32_t world;
   /**
-   * "host:port", a free port on the machine of the communicator's rank 0. The ranks connect there and keep the connections, to detect
+   * "host:port": a free port on the machine of the communicator's rank 0. The ranks connect there and keep the connections, to detect
    * which rank died, is stopped or is missing. With NULL, errors do not identify that rank.
    */
   const char *rendezvous;
   /**
-   * The communicator's name in errors and flight records; NULL: "borrowed". To sleep, a pool on several communicators needs a name for
-   * each, which is equal on all of its ranks and unique in the job.
+   * The communicator's name in errors and flight records; NULL means "borrowed". A pool on several communicators can sleep only if each
+   * of them has a name that is equal on all of the communicator's ranks and unique in the job.
    */
   const char *name;
 } symmalloc_registrar_options;
 
 /**
  * Sends `len` bytes of this rank to all ranks, and writes the bytes of all ranks to `all` (world times `len` bytes), in rank order.
- * Returns 0 on success. It must not throw.
+ * Returns 0 on success. The function must not throw.
  */
 typedef int (*symmalloc_gather_fn)(void *context, const uint8_t *mine, size_t len, uint8_t *all);
 
@@ -531,7 +532,7 @@ typedef struct symmalloc_counts {
    */
   uint64_t failures;
   /**
-   * The limit over all pools in bytes; 0: none.
+   * The limit over all pools in bytes; 0 if there is none.
    */
   uint64_t limit_bytes;
   /**
@@ -882,8 +883,9 @@ symmalloc_status symmalloc_grant_access(struct symmalloc_allocator *allocator, i
  * no graph that uses it may be launched. Allocating from the pool is an error; freeing is allowed.
  *
  * A pool with registrars sleeps on all ranks together: call this at the same point on every rank, when no collective in its windows is
- * running. It first deregisters the windows. The ranks communicate over the communicator with the most ranks, which must include the
- * ranks of all others. If several have the most ranks, it is the one that was registered last. `out` may be NULL.
+ * running. The call first deregisters the windows. The ranks communicate over the pool's communicator with the most ranks, which must
+ * include the ranks of all its other communicators. If several communicators have the most ranks, the one that was registered last is
+ * used. `out` may be NULL.
  *
  * # Safety
  * `allocator` is live; `out` is NULL or valid for writing.
@@ -894,15 +896,17 @@ symmalloc_status symmalloc_sleep(struct symmalloc_allocator *allocator,
                                  struct symmalloc_slept *out);
 
 /**
- * Puts a pool to sleep like `symmalloc_sleep`, and then suspends the communicators of its registrars: NCCL releases their memory until the
- * next sleep or wake of the pool, which resumes them. Until then, neither this library nor the program may use them, and no graph with
- * their collectives may be launched. Returns `SYMMALLOC_INVALID_STATE`, and leaves the pool awake, if NCCL is older than 2.29.7 or a pool
- * that is awake is registered on one of them. To suspend communicators of several pools, call `symmalloc_suspend` once all of them sleep.
+ * Puts a pool to sleep like `symmalloc_sleep`, and then suspends the communicators of its registrars: NCCL releases the communicators'
+ * memory until the next sleep or wake of the pool, which resumes them. Until then, neither this library nor the program may use the
+ * communicators, and no graph with their collectives may be launched. Returns `SYMMALLOC_INVALID_STATE`, and leaves the pool awake, if
+ * NCCL is older than 2.29.7 or if an awake pool is registered on one of the communicators. To suspend communicators of several pools, call
+ * `symmalloc_suspend` once all of these pools sleep.
  *
- * A pool without registrars only sleeps. Wake the pool before its registrars or communicators are destroyed. `out` may be NULL.
+ * If the pool has no registrars, the call only puts it to sleep. Wake the pool before its registrars or communicators are destroyed. `out`
+ * may be NULL.
  *
  * # Safety
- * As `symmalloc_sleep`.
+ * Same as for `symmalloc_sleep`.
  */
 symmalloc_status symmalloc_sleep_and_suspend(struct symmalloc_allocator *allocator,
                                              uint32_t pool,
@@ -910,9 +914,10 @@ symmalloc_status symmalloc_sleep_and_suspend(struct symmalloc_allocator *allocat
                                              struct symmalloc_slept *out);
 
 /**
- * Suspends the communicators of all registered pools that sleep, like `symmalloc_sleep_and_suspend`. Leaves alone the communicators of a
- * pool that shares one with a pool that is awake, and those that are already suspended. All ranks call it at the same point. Returns
- * `SYMMALLOC_INVALID_STATE` if NCCL is older than 2.29.7. `suspended_bytes` may be NULL.
+ * Suspends the communicators of all registered pools that sleep, like `symmalloc_sleep_and_suspend`. If a sleeping pool shares a
+ * communicator with an awake pool, none of the sleeping pool's communicators are suspended. Communicators that are already suspended stay
+ * so. All ranks call this function at the same point. Returns `SYMMALLOC_INVALID_STATE` if NCCL is older than 2.29.7. `suspended_bytes`
+ * may be NULL.
  *
  * # Safety
  * `allocator` is live; `suspended_bytes` is NULL or valid for writing.
@@ -921,7 +926,8 @@ symmalloc_status symmalloc_suspend(struct symmalloc_allocator *allocator,
                                    uint64_t *suspended_bytes);
 
 /**
- * Writes the used memory of the device by owner: what remains on it while pools sleep. Waits for NCCL calls of other threads.
+ * Writes the used memory of the device by owner, for example to see what remains on the device while pools sleep. Waits for NCCL calls of
+ * other threads.
  *
  * # Safety
  * `allocator` is live; `out` is valid for writing.
@@ -932,21 +938,22 @@ symmalloc_status symmalloc_device_memory(struct symmalloc_allocator *allocator,
 /**
  * Wakes a pool at its previous addresses, and restores the kept contents. Returns `SYMMALLOC_OUT_OF_MEMORY` if the device lacks memory.
  * The pool then stays asleep and keeps its contents, and the wake can be retried. A pool with registrars wakes on all ranks or on none,
- * and restores its windows. `out` may be NULL.
+ * and its windows are registered again. `out` may be NULL.
  *
  * # Safety
- * As `symmalloc_sleep`.
+ * Same as for `symmalloc_sleep`.
  */
 symmalloc_status symmalloc_wake(struct symmalloc_allocator *allocator,
                                 uint32_t pool,
                                 struct symmalloc_woken *out);
 
 /**
- * Puts the pools whose configuration has the tag (`tag:weights`) to sleep, as `symmalloc_sleep`, in order of creation. If a pool fails,
- * those before it sleep, and another call continues. Returns `SYMMALLOC_UNKNOWN_POOL` if no pool has the tag.
+ * Puts the pools whose configuration has the tag (such as `tag:weights`) to sleep, like `symmalloc_sleep`, in the order of their ids. If a
+ * pool fails, the pools before it stay asleep, and another call continues with the rest. Returns `SYMMALLOC_UNKNOWN_POOL` if no pool has
+ * the tag.
  *
  * # Safety
- * As `symmalloc_sleep`; `tag` is a C string.
+ * Same as for `symmalloc_sleep`; `tag` is a C string.
  */
 symmalloc_status symmalloc_sleep_tagged(struct symmalloc_allocator *allocator,
                                         const char *tag,
@@ -954,11 +961,11 @@ symmalloc_status symmalloc_sleep_tagged(struct symmalloc_allocator *allocator,
                                         struct symmalloc_slept *out);
 
 /**
- * Wakes the pools whose configuration has the tag, as `symmalloc_wake`, in order of creation. If a pool fails, those before it are
- * awake, and another call continues. Returns `SYMMALLOC_UNKNOWN_POOL` if no pool has the tag.
+ * Wakes the pools whose configuration has the tag, like `symmalloc_wake`, in the order of their ids. If a pool fails, the pools before it
+ * stay awake, and another call continues with the rest. Returns `SYMMALLOC_UNKNOWN_POOL` if no pool has the tag.
  *
  * # Safety
- * As `symmalloc_sleep`; `tag` is a C string.
+ * Same as for `symmalloc_sleep`; `tag` is a C string.
  */
 symmalloc_status symmalloc_wake_tagged(struct symmalloc_allocator *allocator,
                                        const char *tag,
@@ -974,12 +981,12 @@ symmalloc_status symmalloc_phase(struct symmalloc_allocator *allocator, uint32_t
 
 /**
  * Sets the memory of a pool with a quota to `bytes`, rounded up to granules. The size is fixed until the next call. A pool created with
- * `growth_mb:0,streams:shared` has a quota; `range_mb` is its maximum. Such a pool starts empty. Live allocations stay in place. Returns
- * `SYMMALLOC_INVALID_STATE` if they need more memory, and leaves the pool unchanged. A shrinking pool waits for the streams that used its
- * free memory. `reserved_bytes` may be NULL.
+ * `growth_mb:0,streams:shared` has a quota; `range_mb` is its maximum. Such a pool starts empty. Live allocations stay in place. If they
+ * need more memory than `bytes`, the call returns `SYMMALLOC_INVALID_STATE` and leaves the pool unchanged. When a pool shrinks, the call
+ * waits for the streams that used the pool's free memory. `reserved_bytes` may be NULL.
  *
  * # Safety
- * As `symmalloc_allocate`; `reserved_bytes` is NULL or valid for writing.
+ * Same as for `symmalloc_allocate`; `reserved_bytes` is NULL or valid for writing.
  */
 symmalloc_status symmalloc_resize(struct symmalloc_allocator *allocator,
                                   uint32_t pool,
@@ -988,8 +995,8 @@ symmalloc_status symmalloc_resize(struct symmalloc_allocator *allocator,
                                   uint64_t *reserved_bytes);
 
 /**
- * Reserves pinned host memory for the kept contents of sleeping pools, so that the first sleep does not have to. Reserving takes much
- * longer than copying.
+ * Reserves pinned host memory for the kept contents of sleeping pools, so that the first sleep does not have to reserve it. Reserving
+ * takes much longer than copying.
  *
  * # Safety
  * `allocator` is live.
@@ -1007,9 +1014,9 @@ symmalloc_status symmalloc_release_host_memory(struct symmalloc_allocator *alloc
                                                uint64_t *released_bytes);
 
 /**
- * Sets the storage for a pool's saved contents, from its next sleep on. `storage` is one of `SYMMALLOC_STORAGE_...`; `folder` is the folder of the
- * file, and must be NULL for the other kinds of storage. A sleep returns `SYMMALLOC_IO` if the folder does not exist or its disk is full, and leaves the pool
- * awake. A wake returns it if the file was modified, and leaves the pool asleep.
+ * Sets the storage for a pool's saved contents, from its next sleep on. `storage` is one of `SYMMALLOC_STORAGE_...`; `folder` is the
+ * folder of the file, and must be NULL for all other kinds of storage. A sleep returns `SYMMALLOC_IO` if the folder does not exist or its
+ * disk is full, and leaves the pool awake. A wake returns `SYMMALLOC_IO` if the file was modified, and leaves the pool asleep.
  *
  * # Safety
  * `allocator` is live; `folder` is NULL or a C string.
@@ -1020,8 +1027,8 @@ symmalloc_status symmalloc_save_in(struct symmalloc_allocator *allocator,
                                    const char *folder);
 
 /**
- * Sets whether a pool's saved contents stay in host memory after its next wake: 0 releases them. Retained contents remain readable, and the
- * next sleep reuses their memory. Files are never retained.
+ * Sets whether a pool's saved contents stay in host memory after its next wake. With 0, the wake releases them. Retained contents remain
+ * readable, and the next sleep reuses their memory. Files are never retained.
  *
  * # Safety
  * `allocator` is live.
@@ -1031,9 +1038,9 @@ symmalloc_status symmalloc_retain_saved(struct symmalloc_allocator *allocator,
                                         uint32_t retain);
 
 /**
- * Writes the host address of the saved contents of `bytes` bytes at `pointer`, which a sleeping pool or a pool with retained contents
- * contains; NULL if there are none. The address is valid until the pool sleeps, wakes or is destroyed. Returns `SYMMALLOC_INVALID_STATE`
- * if the contents are in a file or not contiguous: copy them with `symmalloc_saved_copy`.
+ * Writes the host address of the saved contents of the `bytes` bytes at `pointer`, or NULL if there are none. Saved contents exist while a
+ * pool sleeps and, if they are retained, after it wakes. The address is valid until the pool sleeps, wakes or is destroyed. Returns
+ * `SYMMALLOC_INVALID_STATE` if the contents are in a file or not contiguous: copy them with `symmalloc_saved_copy`.
  *
  * # Safety
  * `allocator` is live; `out` is valid for writing.
@@ -1044,8 +1051,8 @@ symmalloc_status symmalloc_saved_pointer(struct symmalloc_allocator *allocator,
                                          const void **out);
 
 /**
- * Copies the saved contents of `bytes` bytes at `pointer` to host memory. Writes 1 to `found`, or 0 if there are none. Returns
- * `SYMMALLOC_IO` if they are in a file that cannot be read or was modified.
+ * Copies the saved contents of the `bytes` bytes at `pointer` to host memory. Writes 1 to `found`, or 0 if there are no saved contents.
+ * Returns `SYMMALLOC_IO` if the contents are in a file that cannot be read or was modified.
  *
  * # Safety
  * `allocator` is live; `to` is valid for writing `bytes` bytes; `found` is valid for writing.
@@ -1057,16 +1064,17 @@ symmalloc_status symmalloc_saved_copy(struct symmalloc_allocator *allocator,
                                       uint32_t *found);
 
 /**
- * Creates a dma-buf of `size_bytes` of device memory from `pointer`, for `ibv_reg_dmabuf_mr` and similar calls. The range is an allocation
- * of any pool, a part of one, or any part of one segment. Writes the file descriptor, and the offset of `pointer` in the dma-buf, which
- * consists of whole host pages.
+ * Creates a dma-buf of the `size_bytes` bytes of device memory that begin at `pointer`, for `ibv_reg_dmabuf_mr` and similar calls. The
+ * range may be an allocation of any pool, a part of an allocation, or any part of one segment. Writes the file descriptor and the offset
+ * of `pointer` in the dma-buf. The offset may be greater than 0, because a dma-buf consists of whole host pages.
  *
  * Until `symmalloc_dma_buf_close`, the memory does not return to the device, even if its pool is trimmed, sleeps or is destroyed. The
- * memory of a destroyed allocator stays until its last dma-buf is closed. Do not close the descriptor. Deregister the memory before it is
- * freed, because the allocator reuses freed memory immediately.
+ * memory of a destroyed allocator stays until its last dma-buf is closed. Do not close the descriptor yourself. Deregister the memory
+ * before it is freed, because the allocator reuses freed memory immediately.
  *
- * Fails with `SYMMALLOC_INVALID_STATE` if the device has no dma-bufs, or if the driver refuses a range of several physical chunks: use a
- * pool with `segments:reserved` or `segments:fixed`. Fails with `SYMMALLOC_UNKNOWN_POINTER` if an address has no memory.
+ * Fails with `SYMMALLOC_INVALID_STATE` if the device does not support dma-bufs, or if the driver refuses a range of several physical
+ * chunks. In the latter case, use a pool with `segments:reserved` or `segments:fixed`. Fails with `SYMMALLOC_UNKNOWN_POINTER` if an
+ * address in the range has no memory.
  *
  * # Safety
  * `allocator` is live; `fd`, `offset_bytes` and `out` are valid for writing.
@@ -1079,8 +1087,9 @@ symmalloc_status symmalloc_dma_buf_open(struct symmalloc_allocator *allocator,
                                         struct symmalloc_dma_buf **out);
 
 /**
- * Writes 1 if the pool still uses the memory of a dma-buf, and 0 once the pool has released it, by a trim, a sleep or its end. The
- * addresses may then have other memory: deregister, close the dma-buf, and create a new one. Frees are not detected.
+ * Writes 1 if the pool still uses the memory of a dma-buf, and 0 once the pool has released it, by a trim, a sleep or its destruction. The
+ * addresses may then map to different memory: deregister the old memory, close the dma-buf, and create a new one. This call does not
+ * detect frees.
  *
  * # Safety
  * The dma-buf is live; `is_current` is valid for writing.
@@ -1089,7 +1098,7 @@ symmalloc_status symmalloc_dma_buf_is_current(const struct symmalloc_dma_buf *dm
                                               uint32_t *is_current);
 
 /**
- * Closes the descriptor of a dma-buf, and returns the memory that its pool no longer uses to the device. NULL has no effect.
+ * Closes the descriptor of a dma-buf. Memory that its pool no longer uses returns to the device. NULL has no effect.
  *
  * # Safety
  * The dma-buf came from `symmalloc_dma_buf_open` and is not used after this.
@@ -1097,9 +1106,10 @@ symmalloc_status symmalloc_dma_buf_is_current(const struct symmalloc_dma_buf *dm
 symmalloc_status symmalloc_dma_buf_close(struct symmalloc_dma_buf *dma_buf);
 
 /**
- * Begins a step of a pool: a repeated part of the program, such as a training step. A pool with `plan:learn` plans a step after
- * two equal runs, when the second ends. Later runs follow the plan. `key` is equal for steps that make the same allocations, and 0 if all
- * steps do. Call it at the same point on every rank, while no other thread uses the pool and no stream is captured.
+ * Begins a step of a pool: a repeated part of the program, such as a training step. A pool with `plan:learn` plans a step after two equal
+ * runs, at the end of the second run. Later runs follow the plan. `key` identifies the step: pass equal keys for steps that make the same
+ * allocations, and 0 if all steps do. Call it at the same point on every rank, while no other thread uses the pool and no stream is
+ * captured.
  *
  * # Safety
  * `allocator` is live.
@@ -1119,9 +1129,9 @@ symmalloc_status symmalloc_step_end(struct symmalloc_allocator *allocator,
                                     struct symmalloc_step_report *out);
 
 /**
- * Loads the plans for a pool from a file that `symmalloc plan -o FILE` wrote, plain or compressed. Later steps with their keys follow
- * them. Streams are numbered in order of first use, so use each stream once before this call. Writes the number of plans to `count`, which
- * may be NULL.
+ * Loads the plans for a pool from a file that `symmalloc plan -o FILE` wrote, plain or compressed. Later steps follow the plan that has
+ * their key. Plans refer to streams by number, and streams are numbered in the order of their first use, so use each stream once before
+ * this call. Writes the number of plans to `count`, which may be NULL.
  *
  * # Safety
  * `allocator` is live; `path` is a C string; `count` is NULL or valid for writing.
@@ -1132,7 +1142,7 @@ symmalloc_status symmalloc_plans_adopt(struct symmalloc_allocator *allocator,
                                        uint32_t *count);
 
 /**
- * Drops the plans of a pool. Their live allocations stay in place.
+ * Drops the plans of a pool. Live allocations that the plans placed stay in place.
  *
  * # Safety
  * `allocator` is live.
@@ -1229,14 +1239,14 @@ symmalloc_status symmalloc_trace_start(struct symmalloc_allocator *allocator,
 symmalloc_status symmalloc_trace_stop(struct symmalloc_allocator *allocator);
 
 /**
- * Attaches a symmetric pool to a communicator that other code owns. The first sync registers its segments. Every rank of the
- * communicator calls it. Every wait for other ranks times out after `deadline_ms` milliseconds; 0: five minutes. `rendezvous` is as in
- * `symmalloc_registrar_options`.
+ * Attaches a symmetric pool to a communicator that other code owns. The first sync registers the pool's segments. Every rank of the
+ * communicator calls this function. Every wait for other ranks times out after `deadline_ms` milliseconds; 0 means five minutes.
+ * `rendezvous` is as in `symmalloc_registrar_options`.
  *
  * # Safety
- * `rendezvous` is a C string or NULL; `allocator` is live; `nccl_comm` is a live and ready `ncclComm_t` on its device, of the NCCL
- * library of this process, which lives until the registrar is destroyed and is not used by other threads during a call of this
- * library; `out` is valid for writing.
+ * `rendezvous` is a C string or NULL; `allocator` is live; `nccl_comm` is a live and ready `ncclComm_t` of this process's NCCL library, on
+ * the allocator's device; it lives until the registrar is destroyed, and no other thread uses it during a call of this library; `out` is
+ * valid for writing.
  */
 symmalloc_status symmalloc_registrar_create(struct symmalloc_allocator *allocator,
                                             uint32_t pool,
@@ -1246,10 +1256,10 @@ symmalloc_status symmalloc_registrar_create(struct symmalloc_allocator *allocato
                                             struct symmalloc_registrar **out);
 
 /**
- * Attaches a pool as `symmalloc_registrar_create`, with any kind of registration, comparison and name.
+ * Attaches a pool like `symmalloc_registrar_create`. The options select the kind of registration, the rate of comparisons, and the name.
  *
  * # Safety
- * As `symmalloc_registrar_create`; `options` is valid for reading, and its texts are C strings or NULL.
+ * Same as for `symmalloc_registrar_create`; `options` is valid for reading, and its texts are C strings or NULL.
  */
 symmalloc_status symmalloc_registrar_create_with(struct symmalloc_allocator *allocator,
                                                  uint32_t pool,
@@ -1258,8 +1268,8 @@ symmalloc_status symmalloc_registrar_create_with(struct symmalloc_allocator *all
                                                  struct symmalloc_registrar **out);
 
 /**
- * Compares the histories of all ranks of the communicator, then registers new segments of the pool and deregisters dead ones.
- * Collective. Both counts may be NULL.
+ * Compares the histories of all ranks of the communicator, then registers the pool's new segments and deregisters those that it has
+ * released. The call is collective. Each count may be NULL.
  *
  * # Safety
  * The registrar is live; the counts are NULL or valid for writing.
@@ -1269,10 +1279,10 @@ symmalloc_status symmalloc_registrar_sync(struct symmalloc_registrar *registrar,
                                           uint64_t *deregistered);
 
 /**
- * Syncs as `symmalloc_registrar_sync`, and compares the ranks' histories regardless of `agree_every`.
+ * Syncs like `symmalloc_registrar_sync`, but compares the ranks' histories regardless of `agree_every`.
  *
  * # Safety
- * As `symmalloc_registrar_sync`.
+ * Same as for `symmalloc_registrar_sync`.
  */
 symmalloc_status symmalloc_registrar_agree(struct symmalloc_registrar *registrar,
                                            uint64_t *registered,
@@ -1289,8 +1299,9 @@ symmalloc_status symmalloc_registrar_rank(struct symmalloc_registrar *registrar,
                                           uint32_t *world);
 
 /**
- * Writes the window that contains all of these bytes, an `ncclWindow_t` of the registrar's communicator, and their offset in it, which
- * is equal on every rank. Returns `SYMMALLOC_INVALID_STATE` if no window contains them.
+ * Writes the window that contains all of the `bytes` bytes at `pointer`, and the offset of `pointer` in the window. The window is an
+ * `ncclWindow_t` of the registrar's communicator, and the offset is equal on every rank. Returns `SYMMALLOC_INVALID_STATE` if no window
+ * contains these bytes.
  *
  * # Safety
  * The registrar is live; `window` and `offset_bytes` are valid for writing.
@@ -1302,8 +1313,8 @@ symmalloc_status symmalloc_registrar_window(struct symmalloc_registrar *registra
                                             uint64_t *offset_bytes);
 
 /**
- * Deregisters all segments on every rank of the communicator, and destroys the registrar, even if it returns an error. NULL has no
- * effect.
+ * Deregisters all segments on every rank of the communicator, and destroys the registrar. The registrar is destroyed even if the call
+ * returns an error. NULL has no effect.
  *
  * # Safety
  * The registrar is live and not used after this.
@@ -1311,8 +1322,8 @@ symmalloc_status symmalloc_registrar_window(struct symmalloc_registrar *registra
 symmalloc_status symmalloc_registrar_destroy(struct symmalloc_registrar *registrar);
 
 /**
- * Syncs all registrars of a pool in order of creation, which is the same on every rank. If one fails, it still syncs the others, because
- * their ranks wait for this one, and returns the first error. Both counts may be NULL.
+ * Syncs all registrars of a pool in the order of their creation, which must be the same on every rank. If one registrar fails, the call
+ * still syncs the others, because their ranks wait for this rank, and then returns the first error. Each count may be NULL.
  *
  * # Safety
  * `allocator` is live; the counts are NULL or valid for writing.
@@ -1323,10 +1334,10 @@ symmalloc_status symmalloc_pool_sync(struct symmalloc_allocator *allocator,
                                      uint64_t *deregistered);
 
 /**
- * Syncs as `symmalloc_pool_sync`, and compares the ranks' histories.
+ * Syncs like `symmalloc_pool_sync`, but compares the ranks' histories regardless of `agree_every`.
  *
  * # Safety
- * As `symmalloc_pool_sync`.
+ * Same as for `symmalloc_pool_sync`.
  */
 symmalloc_status symmalloc_pool_agree(struct symmalloc_allocator *allocator,
                                       uint32_t pool,
@@ -1334,16 +1345,17 @@ symmalloc_status symmalloc_pool_agree(struct symmalloc_allocator *allocator,
                                       uint64_t *deregistered);
 
 /**
- * Directs this thread's allocations through PyTorch's entry points on the device to the pool until `symmalloc_scope_end`, as
+ * Directs the allocations that this thread makes on the device through PyTorch's entry points to the pool, until `symmalloc_scope_end`, as
  * `symmalloc_torch_push_pool` does.
  */
 symmalloc_status symmalloc_scope_begin(int32_t device,
                                        uint32_t pool);
 
 /**
- * Ends this thread's last scope on the device, and registers its new segments: syncs all registrars of the pool as
- * `symmalloc_pool_sync`. Collective. A graph capture can neither register segments nor communicate. There, the scope ends without a sync
- * if it has no new segments, and returns an error otherwise: reserve and sync before the capture. Both counts may be NULL.
+ * Ends this thread's innermost scope on the device, and registers the pool's new segments: syncs all registrars of the pool like
+ * `symmalloc_pool_sync`. The call is collective. During a graph capture, ranks can neither register segments nor communicate. The scope
+ * then ends without a sync if there are no new segments. If there are, the call returns an error: reserve and sync before the capture.
+ * Each count may be NULL.
  *
  * # Safety
  * The counts are NULL or valid for writing.
@@ -1354,8 +1366,9 @@ symmalloc_status symmalloc_scope_end(int32_t device,
                                      uint64_t *deregistered);
 
 /**
- * Creates an all-to-all-v on the registrar's communicator, without communication. `options` is a sum of `SYMMALLOC_ALL_TO_ALL_...`, equal
- * on every rank; 0 accepts any memory and checks nothing. Destroy it before the registrar.
+ * Creates an all-to-all-v on the registrar's communicator. This call does not communicate. `options` is a sum of
+ * `SYMMALLOC_ALL_TO_ALL_...` and must be equal on every rank; 0 accepts any memory and checks nothing. Destroy the all-to-all-v before the
+ * registrar.
  *
  * # Safety
  * The registrar is live; `out` is valid for writing.
@@ -1366,8 +1379,8 @@ symmalloc_status symmalloc_all_to_all_create(struct symmalloc_registrar *registr
 
 /**
  * Exchanges splits: sends the number of rows for each rank (`sent`), and writes the number of rows from each rank (`received`). All ranks
- * call it after the splits of any rank changed, and at no other time. Blocks the host until the exchange is done. If this rank
- * has no valid splits, it passes NULL as `sent`, and all ranks return an error instead of waiting.
+ * call this function after the splits of any rank have changed, and at no other time. Blocks the host until the exchange is done. If this
+ * rank has no valid splits, pass NULL as `sent`. All ranks then return an error instead of waiting for this rank.
  *
  * # Safety
  * `all_to_all` is live; `sent` is NULL or valid for reading as many numbers as the communicator has ranks, and `received` is valid for
@@ -1379,14 +1392,14 @@ symmalloc_status symmalloc_all_to_all_exchange(struct symmalloc_all_to_all *all_
 
 /**
  * Sends rows of the input to all ranks, and receives their rows in the output, in rank order. A row has `row_bytes` bytes. `sent` and
- * `received` are the numbers of rows to and from each rank. If both are NULL, both buffers are split equally. Splits are not exchanged:
- * every rank must know both. A buffer may be longer than its rows. Returns after submitting the work to the stream; a graph can capture
- * it.
+ * `received` are the numbers of rows to and from each rank. If both are NULL, each buffer is split equally among the ranks. This call does
+ * not exchange splits, so every rank must already know both `sent` and `received`. A buffer may be longer than its rows. Returns after
+ * submitting the work to the stream. A graph can capture the work.
  *
  * # Safety
- * `all_to_all` is live; `stream` is one of its device and lives as long as the communicator; the buffers are memory of the device until
- * the stream has executed the call, and no other work writes them or reads the output until then; `sent` and `received` are NULL or valid
- * for reading as many numbers as the communicator has ranks.
+ * `all_to_all` is live; `stream` belongs to its device and lives as long as the communicator; the buffers are memory of the device until
+ * the stream has executed the call, and until then no other work writes to the buffers or reads the output; `sent` and `received` are NULL
+ * or valid for reading as many numbers as the communicator has ranks.
  */
 symmalloc_status symmalloc_all_to_all_run(struct symmalloc_all_to_all *all_to_all,
                                           void *stream,
@@ -1399,7 +1412,7 @@ symmalloc_status symmalloc_all_to_all_run(struct symmalloc_all_to_all *all_to_al
                                           const uint64_t *received);
 
 /**
- * Destroys an all-to-all-v. Submitted work still runs. NULL has no effect.
+ * Destroys an all-to-all-v. Work that was already submitted still runs. NULL has no effect.
  *
  * # Safety
  * The all-to-all-v is live and not used after this.
@@ -1407,7 +1420,8 @@ symmalloc_status symmalloc_all_to_all_run(struct symmalloc_all_to_all *all_to_al
 symmalloc_status symmalloc_all_to_all_destroy(struct symmalloc_all_to_all *all_to_all);
 
 /**
- * Compares this rank's history in symmetric pools with those of all other ranks. Every rank calls it at the same point of the program.
+ * Compares this rank's history in symmetric pools with the histories of all other ranks. Every rank calls this function at the same point
+ * of the program.
  *
  * Returns `SYMMALLOC_MISALIGNED` on every rank if histories differ. The message names the first op that differs.
  *
@@ -1421,11 +1435,11 @@ symmalloc_status symmalloc_agree(struct symmalloc_allocator *allocator,
                                  void *context);
 
 /**
- * Compares symmetric pools as `symmalloc_agree`, and then the heaps of all other pools. These keep no history, so the message names the
- * heaps that differ.
+ * Compares symmetric pools like `symmalloc_agree`, and then the heaps of all other pools. The other pools keep no history, so for them the
+ * message names only the heaps that differ, not the op.
  *
  * # Safety
- * As `symmalloc_agree`.
+ * Same as for `symmalloc_agree`.
  */
 symmalloc_status symmalloc_agree_all(struct symmalloc_allocator *allocator,
                                      uint32_t rank,
@@ -1434,16 +1448,16 @@ symmalloc_status symmalloc_agree_all(struct symmalloc_allocator *allocator,
                                      void *context);
 
 /**
- * Announces to the watchdog a collective that the program submits itself on all ranks of the registrar's communicator. The program
- * submits it to the stream after this call and before `symmalloc_announce_end`, in the same order on every rank. It counts as one of the
- * communicator's collectives in flight records, and has the communicator's deadline. If a rank misses the deadline, standard error, a
- * flight record and the next sync name it.
+ * Announces to the watchdog a collective that the program itself submits on all ranks of the registrar's communicator. The program submits
+ * the collective to the stream after this call and before `symmalloc_announce_end`, in the same order on every rank. In flight records, it
+ * counts as one of the communicator's collectives, and it has the communicator's deadline. If a rank misses the deadline, a message on
+ * standard error, a flight record and the error of the next sync name that rank.
  *
- * `kind` and `elements` are the collective's name and size in flight records. They are equal on every rank; `elements` is 0 if ranks may
- * differ.
+ * `kind` and `elements` are the collective's name and size in flight records. Both must be equal on every rank. If the size may differ
+ * between ranks, pass 0 as `elements`.
  *
  * # Safety
- * The registrar is live; `kind` is a C string; `stream` is one of its device and lives as long as the registrar; `out` is valid for
+ * The registrar is live; `kind` is a C string; `stream` belongs to its device and lives as long as the registrar; `out` is valid for
  * writing.
  */
 symmalloc_status symmalloc_announce_begin(struct symmalloc_registrar *registrar,
@@ -1453,7 +1467,7 @@ symmalloc_status symmalloc_announce_begin(struct symmalloc_registrar *registrar,
                                           struct symmalloc_announcement **out);
 
 /**
- * Ends an announcement, after the program submitted the collective or failed to. NULL has no effect.
+ * Ends an announcement. Call it after the program has submitted the collective, or has failed to submit it. NULL has no effect.
  *
  * # Safety
  * The announcement is live and not used after this.
@@ -1462,8 +1476,8 @@ symmalloc_status symmalloc_announce_end(struct symmalloc_announcement *announcem
 
 /**
  * Writes a flight record as JSON: the last collectives of each communicator, their progress, and the state of other ranks. The command
- * `symmalloc diff` compares the records of all ranks. The watchdog also writes one if a communicator fails, and on the signal that
- * `SYMMALLOC_FLIGHT_SIGNAL` names. Free the text with `symmalloc_release_bytes`.
+ * `symmalloc diff` compares the records of all ranks. The watchdog also writes such a record if a communicator fails, and on the signal
+ * that `SYMMALLOC_FLIGHT_SIGNAL` names. Free the text with `symmalloc_release_bytes`.
  *
  * # Safety
  * `reason` is a C string; `json` is valid for writing.
@@ -1581,6 +1595,11 @@ symmalloc_status symmalloc_torch_begin_scope(int32_t device,
                                              uint64_t *number);
 
 /**
+ * Returns `true` if PyTorch may have captured a graph in this process: if a scope began whose filter accepted no known stream.
+ */
+bool symmalloc_torch_has_captured(void);
+
+/**
  * Ends the last scope of the mempool with this id.
  */
 symmalloc_status symmalloc_torch_end_scope(int32_t device, uint64_t id_first, uint64_t id_second);
@@ -1624,9 +1643,9 @@ symmalloc_status symmalloc_torch_pool_helps_out(int32_t device,
 symmalloc_status symmalloc_torch_pool_unsplit(int32_t device, uint64_t id_first, uint64_t id_second);
 
 /**
- * Directs this thread's allocations on the device without an explicit pool to this one, until `symmalloc_torch_pop_pool`. Calls nest. As
- * with PyTorch's own allocator, the innermost scope applies: a pool pushed within a capture takes precedence over the capture's pool, and
- * a capture within a pushed pool's scope uses the capture's pool.
+ * Until `symmalloc_torch_pop_pool`, directs the allocations that this thread makes on the device without an explicit pool to this pool.
+ * Calls nest. As with PyTorch's own allocator, the innermost scope applies: a pool pushed within a capture takes precedence over the
+ * capture's pool, and a capture within a pushed pool's scope uses the capture's pool.
  */
 symmalloc_status symmalloc_torch_push_pool(int32_t device,
                                            uint32_t pool);
@@ -1729,7 +1748,8 @@ void symmalloc_torch_checkpoint_destroy(struct symmalloc_checkpoint *checkpoint)
  * every allocation that was live before, and then every allocation that is live after the call.
  *
  * # Safety
- * The checkpoint is live, and no other thread uses the pool; `callback` may be called with `context` until the call returns.
+ * The checkpoint is live, and no other thread uses the pool; `callback` may be called with `context` until the call returns, and frees none
+ * of the pool's pointers.
  */
 symmalloc_status symmalloc_torch_restore(int32_t device,
                                          const struct symmalloc_checkpoint *checkpoint,
@@ -1746,7 +1766,7 @@ void symmalloc_torch_on_memory(symmalloc_memory_fn listener);
 
 /**
  * Exports the memory of a live allocation: writes a text with which another process can open the memory, and the allocation's offset in
- * it. Release the text with `symmalloc_release_bytes`.
+ * that memory. Release the text with `symmalloc_release_bytes`.
  *
  * # Safety
  * `text` and `offset` are valid for writing.
@@ -1767,8 +1787,8 @@ symmalloc_status symmalloc_torch_open(int32_t device,
                                       const struct symmalloc_opened **out);
 
 /**
- * Releases one use of opened memory. After the last one, the memory is unmapped when all work of the device has completed. Never fails,
- * because PyTorch calls it in destructors.
+ * Releases one use of opened memory. After the last release, the memory is unmapped once all work of the device has completed. Never
+ * fails, because PyTorch calls it in destructors.
  *
  * # Safety
  * The opened memory came from `symmalloc_torch_open` and is not used after this.

@@ -18,6 +18,9 @@ thread_local! {
 /// are none.
 static PENDING: AtomicUsize = AtomicUsize::new(0);
 
+/// Held by the thread that runs deferred releases.
+static RUNNING: Mutex<()> = Mutex::new(());
+
 /// Releases that callbacks requested, in order.
 static DEFERRED: Mutex<Vec<Release>> = Mutex::new(Vec::new());
 
@@ -50,9 +53,9 @@ pub(crate) fn not_in_callback() -> Result<(), Error> {
     if PENDING.load(Ordering::Relaxed) != 0 && IN_CALLBACK.get() { Err(Error::InCallback) } else { Ok(()) }
 }
 
-/// Starts a call of the C interface, outside of all locks: runs deferred releases. Returns an error inside a callback.
+/// Starts a call of the C interface, outside of the library's locks: runs deferred releases. Returns an error inside a callback.
 #[inline]
-fn enter() -> Result<(), Error> {
+pub(crate) fn enter() -> Result<(), Error> {
     if PENDING.load(Ordering::Relaxed) == 0 { Ok(()) } else { enter_after_deferred() }
 }
 
@@ -60,14 +63,32 @@ fn enter() -> Result<(), Error> {
 #[inline(never)]
 fn enter_after_deferred() -> Result<(), Error> {
     not_in_callback()?;
+    // In a forked child, the objects belong to the parent, and a thread that the child does not have may hold the locks. A thread that does
+    // not wait here cannot wait for a thread that runs a release and waits for a lock of this one, such as Python's.
+    if !is_forked()
+        && let Ok(_running) = RUNNING.try_lock()
+    {
+        run_deferred();
+    }
+    Ok(())
+}
+
+/// Runs deferred releases, and waits for another thread that runs some. For calls that end an object.
+pub(crate) fn finish_deferred() {
+    if PENDING.load(Ordering::Relaxed) != 0 && !is_forked() && not_in_callback().is_ok() {
+        let _running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
+        run_deferred();
+    }
+}
+
+fn run_deferred() {
     let deferred = std::mem::take(&mut *DEFERRED.lock().unwrap_or_else(PoisonError::into_inner));
-    PENDING.fetch_sub(deferred.len(), Ordering::Relaxed);
     for release in deferred {
         if let Err(error) = guarded(release) {
             tracing::warn!(name: "free.deferred", target: "symmalloc", error = %error, "a callback requested a free that failed");
         }
+        PENDING.fetch_sub(1, Ordering::Relaxed);
     }
-    Ok(())
 }
 
 /// Runs a call of the C interface that frees something. Inside a callback, the call succeeds, and `later` runs before the next call

@@ -8,9 +8,18 @@ use crate::scopes::{ScopePurpose, StreamFilter};
 use crate::streams::RawStream;
 use std::ffi::c_void;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use symmalloc_core::backend::DeviceAddress;
 use symmalloc_core::{PoolId, SegmentPosition, SharedAllocator};
 use symmalloc_cuda::{CudaBackend, CudaDevice, CudaError, MemorySource};
+
+/// `true` once a scope may have belonged to a capture.
+static HAS_CAPTURED: AtomicBool = AtomicBool::new(false);
+
+/// Returns `true` if this process may have captured a graph.
+pub(crate) fn has_captured() -> bool {
+    HAS_CAPTURED.load(Ordering::Relaxed)
+}
 
 impl DeviceAllocator {
     /// Allocates from the pool of the innermost scope that covers the stream. Propagates exceptions of PyTorch's filters, so it is called
@@ -114,6 +123,7 @@ impl DeviceAllocator {
         known.retain(|stream| !stream.is_null());
         let may_capture = !known.iter().any(|stream| filter.accepts(*stream));
         if may_capture {
+            HAS_CAPTURED.store(true, Ordering::Relaxed);
             // Earlier work is not part of the graph, so the graph must not wait for it.
             self.allocator().synchronize_uncaptured()?;
         }

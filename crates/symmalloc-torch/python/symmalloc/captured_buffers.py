@@ -16,30 +16,43 @@ import os
 import sys
 
 from .errors import InvalidState
+from .library import library
 
 VARIABLE = "NCCL_GRAPH_REGISTER"
+
+# True if the variable was set after NCCL may have read it.
+_is_late = False
 
 
 def turn_off() -> None:
     """Turns the registration off, unless the environment sets it. NCCL reads the variable at the first captured collective."""
-    os.environ.setdefault(VARIABLE, "0")
+    global _is_late
+    if VARIABLE not in os.environ:
+        os.environ[VARIABLE] = "0"
+        _is_late = _may_matter()
 
 
 def is_off() -> bool:
-    return os.environ.get(VARIABLE) == "0"
+    """Returns `True` if NCCL does not register captured buffers."""
+    try:
+        return int(os.environ.get(VARIABLE, "1").strip() or "1", 0) == 0 and not _is_late
+    except ValueError:
+        return False
 
 
 def check_off() -> None:
-    """Raises `InvalidState` if NCCL may register buffers of captured collectives, and if this process has peers."""
-    if is_off() or not _has_peers():
+    """Raises `InvalidState` if NCCL may have registered buffers of captured collectives of this process and its peers."""
+    if is_off() or not _may_matter():
         return
-    value = os.environ.get(VARIABLE)
+    state = "was set too late" if _is_late else f"is {os.environ[VARIABLE]!r}" if VARIABLE in os.environ else "is not set"
     raise InvalidState(
-        f"{VARIABLE} is {'not set' if value is None else repr(value)}, so NCCL may use the former memory of buffers in captured"
-        f" collectives after a sleep: set {VARIABLE}=0 before the first capture, as creating a pool with a tag does if it is not set"
+        f"{VARIABLE} {state}, so NCCL may use the former memory of buffers in captured collectives after a sleep: start the job"
+        f" with {VARIABLE}=0 (symmalloc sets it only if it creates a pool with a tag before the first capture)"
     )
 
 
-def _has_peers() -> bool:
+def _may_matter() -> bool:
+    """Returns `True` if the process has peers, and if it may have captured a graph."""
     distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_initialized() and distributed.get_world_size() > 1
+    has_peers = distributed is not None and distributed.is_initialized() and distributed.get_world_size() > 1
+    return has_peers and bool(library().symmalloc_torch_has_captured())

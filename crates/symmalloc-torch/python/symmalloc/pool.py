@@ -160,7 +160,6 @@ class MemPool:
         self._finalizer = weakref.finalize(self, _destroy, self._allocator, self.id)
         self._finalizer.atexit = False  # the exit of the process releases everything
         _pools[self.device, self.id] = self
-        self._is_symmetric = symmetric
         if tag is not None:
             _tagged_devices.add(self.device)
             captured_buffers.turn_off()
@@ -204,7 +203,7 @@ class MemPool:
         this is collective: it first deregisters them on every group, and one of these groups must contain the ranks of all
         others. Raises the same errors as `symmalloc.sleep`.
         """
-        if not self._is_symmetric:
+        if not self._on:
             captured_buffers.check_off()
         self._check_groups()
         if suspend:
@@ -348,6 +347,10 @@ class MemPool:
             self._end(registered)
         if self._finalizer.detach():
             self._allocator.destroy_pool(self.id)
+
+    def is_registered(self) -> bool:
+        """Returns `True` if the pool is registered on a communicator."""
+        return bool(self._on)
 
     def _registered_on(self, member: Member) -> Registered:
         for registered in self._on:

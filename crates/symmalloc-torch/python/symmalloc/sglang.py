@@ -14,14 +14,15 @@ imports before that, must therefore import this file.
 SGLang's memory saver (`--enable-memory-saver`) imports torch_memory_saver, whose hooks do not see symmalloc's memory. This file puts
 `symmalloc.torch_memory_saver` in its place.
 
-The import raises as `symmalloc.install` does, and `InvalidState` if this SGLang does not let a program choose the function, or if
-torch_memory_saver was imported before. Run with SGLang 0.5.17; written for 0.5.23, too.
+The import raises as `symmalloc.install` does, and `InvalidState` if this SGLang does not let a program choose the function. It warns if
+torch_memory_saver was imported before. Written for SGLang 0.5.17 and 0.5.23.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import warnings
 from functools import partial
 from typing import Any
 
@@ -35,7 +36,11 @@ if not installed():
 from . import torch_memory_saver as _saver
 
 if sys.modules.setdefault("torch_memory_saver", _saver) is not _saver:
-    raise InvalidState("torch_memory_saver was imported before symmalloc.sglang: import symmalloc.sglang first")
+    warnings.warn(
+        "torch_memory_saver was imported before symmalloc.sglang: SGLang's --enable-memory-saver will release nothing",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 from sglang.srt.entrypoints.engine import Engine as _Engine
 

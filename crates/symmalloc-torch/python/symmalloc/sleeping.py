@@ -79,8 +79,8 @@ def sleep(
     A pool with windows sleeps on all ranks together: call this at the same point on every rank, when no collective in the
     windows is running. One of the pool's groups must contain the ranks of all others.
 
-    Raises `NotInstalled`, `UnknownPool` for a tag that no pool has, `InvalidState` during a stream capture or an open step, and
-    if NCCL may register captured buffers (see `symmalloc.captured_buffers`), `MisalignedError` and `NcclError` as `MemPool.register` does, and `CudaError` if the host lacks memory for kept contents.
+    Raises `InvalidState` if NCCL may have registered captured buffers (see `symmalloc.captured_buffers`). Raises `NotInstalled`,
+    `UnknownPool` for a tag that no pool has, `InvalidState` during a stream capture or an open step, `MisalignedError` and `NcclError` as `MemPool.register` does, and `CudaError` if the host lacks memory for kept contents.
     The failing pool is then unchanged and the pools before it sleep. Another call continues with the rest. With `suspend`, it
     raises `InvalidState` before NCCL 2.29.7, once the pools sleep.
     """
@@ -90,6 +90,7 @@ def sleep(
         raise InvalidArgument(f"keep names {sorted(kept - set(names))}, which tags does not: name them in tags as well")
     total = Slept()
     pools = _checked(tagged_pools(device), names, kept if isinstance(kept, frozenset) else None)
+    _check_captured_buffers(pools)
     for tagged in pools:
         total += tagged.sleep(tagged.contents(kept))
     if suspend:
@@ -205,9 +206,10 @@ def pause(tag: str | None = None) -> None:
     The arguments of `region` select whether contents are kept. A tag that no pool has is not an error. Raises as `sleep` does,
     and `FileError` if a backup cannot be written.
     """
-    for tagged in tagged_pools():
-        if tag is None or tagged.tag == tag:
-            tagged.sleep(tagged.contents(None))
+    pools = [tagged for tagged in tagged_pools() if tag is None or tagged.tag == tag]
+    _check_captured_buffers(pools)
+    for tagged in pools:
+        tagged.sleep(tagged.contents(None))
 
 
 def resume(tag: str | None = None) -> None:
@@ -235,6 +237,10 @@ class Tagged:
         captured_buffers.check_off()
         return self.of.sleep(self.pool, contents)
 
+    def is_registered(self) -> bool:
+        known = known_pool(self.device, self.pool)
+        return known is not None and known.is_registered()
+
     def wake(self) -> Woken:
         known = known_pool(self.device, self.pool)
         return self.of.wake(self.pool) if known is None else known.wake()
@@ -244,6 +250,12 @@ class Tagged:
             backup = _backups.get((self.device, self.pool))
             return Contents.KEEP if backup is None else backup.contents
         return Contents.KEEP if kept is True or (kept is not False and self.tag in kept) else Contents.DROP
+
+
+def _check_captured_buffers(pools: list[Tagged]) -> None:
+    """Raises `InvalidState` before the first pool sleeps, if one of them could not. See `symmalloc.captured_buffers`."""
+    if any(not tagged.is_registered() for tagged in pools):
+        captured_buffers.check_off()
 
 
 def tagged_pools(device: Device = None) -> list[Tagged]:

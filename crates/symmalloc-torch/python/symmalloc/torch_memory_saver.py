@@ -61,7 +61,6 @@ class TorchMemorySaver:
         backup = backup_of(True, False, self._backend)
         if _is_set("TMS_INIT_ENABLE"):
             self._whole_process = backup if _is_set("TMS_INIT_ENABLE_CPU_BACKUP") else Backup(Contents.DROP)
-        captured_buffers.turn_off()
         if not installed():
             conf = os.environ.get("SYMMALLOC_CONF")
             if self._whole_process is not None:
@@ -99,6 +98,7 @@ class TorchMemorySaver:
         """
         torch = import_torch("cuda_graph()")
         backup = backup_of(enable_cpu_backup, False, self._backend_for(enable_cpu_backup, cpu_backup_backend))
+        captured_buffers.turn_off()
         with torch.cuda.graph(cuda_graph, pool=pool, stream=stream, capture_error_mode=capture_error_mode):
             device = device_index()
             of = allocator(device)

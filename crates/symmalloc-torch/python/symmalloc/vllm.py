@@ -27,7 +27,6 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -79,7 +78,7 @@ def warn_of_untested_version() -> None:
         from vllm import __version__ as version
     except ImportError:
         return
-    if version not in VERSIONS:
+    if version.split("+")[0] not in VERSIONS:
         warnings.warn(
             f"vLLM {version} was not tested with symmalloc; {' and '.join(VERSIONS)} were: compare tokens with and without it",
             RuntimeWarning,
@@ -118,13 +117,13 @@ def use_pools() -> None:
     pynccl_allocator.nccl_symm_mem_context = Context
     # From 0.33 on. Modules import the function by its name.
     original = getattr(pynccl_allocator, "is_symmetric_memory_tensor", None)
-    for module in [module for name, module in sys.modules.items() if name.startswith("vllm.")]:
-        if original is not None and vars(module).get("is_symmetric_memory_tensor") is original:
+    for name, module in list(sys.modules.items()) if original is not None else []:
+        if name.startswith("vllm.") and getattr(module, "is_symmetric_memory_tensor", None) is original:
             module.is_symmetric_memory_tensor = is_symmetric_memory_tensor  # type: ignore[attr-defined]
 
     def close_and_destroy(communicator: Any) -> None:
         if (pools := _pools.pop(id(communicator), None)) is not None:
-            _within(CLOSE_SECONDS, pools.close)
+            _close_within(CLOSE_SECONDS, pools.all())
         destroy(communicator)
 
     pynccl.PyNcclCommunicator.destroy = close_and_destroy
@@ -139,17 +138,26 @@ def is_symmetric_memory_tensor(tensor: Any) -> bool:
         number = allocator(device).placement_of(tensor.untyped_storage().data_ptr()).pool
     except UnknownPointer:
         return False
-    return any((pool.device, pool.id) == (device, number) for pools in _pools.values() for pool in pools.all())
+    return any((pool.device, pool.id) == (device, number) for pools in list(_pools.values()) for pool in pools.all())
 
 
-def _within(seconds: float, act: Callable[[], None]) -> None:
-    """Runs a function that may block, and leaves it to a thread if it takes longer.
+def _close_within(seconds: float, pools: list[MemPool]) -> None:
+    """Deregisters and destroys pools, and leaves the rest if it takes longer: a deregistration waits for the other ranks, which may be gone.
 
-    A deregistration waits for the other ranks, which may be gone. vLLM then aborts the communicator, which ends the wait.
+    vLLM then aborts the communicator. The thread has no reference to it, because vLLM ends its process group at a certain point.
     """
-    thread = threading.Thread(target=act, name="symmalloc-close", daemon=True)
+    is_abandoned = threading.Event()
+
+    def close() -> None:
+        for pool in pools:
+            if not is_abandoned.is_set():
+                with suppress(Error):  # the communicator may have failed
+                    pool.close()
+
+    thread = threading.Thread(target=close, name="symmalloc-close", daemon=True)
     thread.start()
     thread.join(seconds)
+    is_abandoned.set()
 
 
 def windows() -> list[dict[str, Any]]:
@@ -211,12 +219,6 @@ class Pools:
 
     def all(self) -> list[MemPool]:
         return [*self.graphs.values(), self.eager]
-
-    def close(self) -> None:
-        """Deregisters and destroys the pools. A communicator that failed is about to be aborted, so errors are ignored."""
-        for pool in self.all():
-            with suppress(Error):
-                pool.close()
 
     def _register(self, pool: MemPool) -> None:
         communicator = self.communicator

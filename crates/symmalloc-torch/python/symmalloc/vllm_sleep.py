@@ -10,7 +10,7 @@ vLLM selects the tags that a sleep keeps: from 0.33 on, memory of the running en
 every level. Discarded memory contains zeros after the wake, so a page that an engine does not initialize again has no undefined
 contents.
 
-NCCL's registration of captured buffers is off, see `symmalloc.captured_buffers`.
+NCCL's registration of captured buffers is turned off, see `symmalloc.captured_buffers`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Protocol
 
 from . import captured_buffers
 from .allocator import Contents, Phase, Slept, Woken
@@ -129,20 +129,26 @@ class SleepAllocator:
                 pool.sleep(Contents.ZERO)
 
     def get_current_usage(self) -> int:
-        """Returns the size of all pools in bytes."""
+        """Returns the size in bytes of the live allocations, awake or asleep."""
+        return sum(self._live_bytes().values())
+
+    def _live_bytes(self) -> dict[int, int]:
+        """Returns the bytes of live allocations, by the number of the pool."""
         numbers = {pool.id for pool in self._pools.values()}
-        segments: list[dict[str, Any]] = allocator(device_index()).snapshot()["segments"]
-        return sum(segment["total_size"] for segment in segments if segment["segment_pool_id"][1] in numbers)
+        pools = allocator(device_index()).stats()["pools"] if numbers else []
+        return {pool["pool"]: pool["stats"]["allocated_bytes"]["all"]["current"] for pool in pools if pool["pool"] in numbers}
 
     def is_awake(self) -> bool:
         """Returns `True` if every pool is awake."""
         return all(pool.phase is Phase.AWAKE for pool in self._pools.values())
 
     def release_pools(self) -> None:
-        """Closes all pools. Their memory is released when its tensors and graphs end. Another engine may then use this allocator."""
-        while self._pools:
-            _, pool = self._pools.popitem()
-            pool.close()
+        """Closes the pools without live allocations. Pools that another engine of this process uses, awake or asleep, stay."""
+        live = self._live_bytes()
+        for tag, pool in list(self._pools.items()):
+            if not live.get(pool.id):
+                del self._pools[tag]
+                pool.close()
 
     close = release_pools
 
@@ -170,6 +176,8 @@ def use_sleep() -> None:
     CuMemAllocator.get_instance = staticmethod(sleep_allocator)
     # The worker's shutdown releases the pools of this instance.
     CuMemAllocator.instance = sleep_allocator()
+    if CuMemBackend is object:
+        return
     with suppress(ImportError):
         from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
 

@@ -313,7 +313,7 @@ class SGLang(unittest.TestCase):
         self.assertIn("InvalidState: this SGLang has no Engine.run_scheduler_process_func", done.stderr)
         there = "sys.modules['torch_memory_saver'] = sys"
         done = needs.process(program.replace("del Engine.run_scheduler_process_func", there))
-        self.assertIn("torch_memory_saver was imported before symmalloc.sglang", done.stderr)
+        self.assertIn("RuntimeWarning: torch_memory_saver was imported before symmalloc.sglang", done.stderr)
 
     def test_the_command_serves_over_http_with_symmalloc_and_ends_its_processes(self) -> None:
         program = f"""

@@ -176,7 +176,8 @@ def program(rank):
         assert not ask(tensor_of(first + 1, rank)), "not an allocation"
     rank.wait()
     comm.destroy()
-    assert not cuda_communicator.has_symmetric_output(tensor_of(first, rank)) or plug_in._pools
+    rank.wait()
+    assert not plug_in._pools and not cuda_communicator.has_symmetric_output(tensor_of(first, rank))
 
 symmalloc.state.installed_with = (None, None, True)
 os.environ["SYMMALLOC_VLLM"] = "pools"
@@ -193,16 +194,28 @@ on_ranks(program)
 import time
 plug_in.CLOSE_SECONDS = 0.5
 
-class Gone:
+closed = []
+
+class Pool:
+    def __init__(self, seconds):
+        self.seconds = seconds
     def close(self):
-        time.sleep(3600)
+        time.sleep(self.seconds)
+        closed.append(self.seconds)
+
+class Gone:
+    def all(self):
+        return [Pool(1.5), Pool(0)]
 
 symmalloc.state.installed_with = (None, None, True)
 plug_in.use_pools()
 comm = pynccl.PyNcclCommunicator(1, 0, 2, 0)
 plug_in._pools[id(comm)] = Gone()
+began = time.monotonic()
 comm.destroy()
-assert comm.is_destroyed and not plug_in._pools
+assert comm.is_destroyed and not plug_in._pools and time.monotonic() - began < 1.5
+time.sleep(2)
+assert closed == [1.5], "the second pool is left"
 """
         )
 
@@ -408,7 +421,7 @@ for byte in (5, 6):
 """
         )
 
-    def test_an_engine_that_ends_leaves_the_allocator_to_another_one(self) -> None:
+    def test_an_engine_that_ends_leaves_the_pools_of_another_one(self) -> None:
         self.succeeds(
             ONE
             + """
@@ -416,14 +429,22 @@ assert CuMemAllocator.instance is cumem, "the worker's shutdown releases its poo
 for close in (cumem.release_pools, cumem.close):
     assert cumem.get_current_usage() == 0
     weights = inside("weights")
+    symmalloc.allocator(0).free(inside("kv_cache"))
     with cumem.cudagraph_pool():
         pass
-    assert cumem.get_current_usage() > 0
+    used = cumem.get_current_usage()
+    assert used > 0
+    ctypes.memset(weights, 8, MIB)
     cumem.sleep(("weights",))
     close()
-    close()
-    assert cumem.get_current_usage() == 0 and cumem.is_awake()
+    assert list(cumem._pools) == ["weights"] and cumem.get_current_usage() == used, "another engine sleeps"
+    assert not cumem.is_awake()
+    cumem.wake_up()
+    assert holds(weights, 8)
     symmalloc.allocator(0).free(weights)
+    close()
+    close()
+    assert cumem.get_current_usage() == 0 and not cumem._pools
 symmalloc.allocator(0).trim()
 assert symmalloc.allocator(0).stats()["total"]["reserved_bytes"]["all"]["current"] == 0
 """
@@ -434,19 +455,38 @@ assert symmalloc.allocator(0).stats()["total"]["reserved_bytes"]["all"]["current
 from types import SimpleNamespace
 sys.modules["torch.distributed"] = SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda: int(os.environ["RANKS"]))
 inside("weights")
-with cumem.cudagraph_pool():
-    pass
+has_captured = symmalloc.library.library().symmalloc_torch_has_captured
+assert not has_captured()
+if os.environ["CAPTURES"] == "1":
+    with cumem.cudagraph_pool():
+        pass
+    assert has_captured()
 """
         works = "cumem.sleep(())\ncumem.wake_up()\n"
         fails = """
-graphs, says = cumem._pools["cudagraph"], "set NCCL_GRAPH_REGISTER=0 before the first capture"
-for sleep in (lambda: cumem.sleep(()), lambda: graphs.sleep(symmalloc.Contents.DROP), lambda: symmalloc.sleep("weights")):
+says = "start the job with NCCL_GRAPH_REGISTER=0"
+for sleep in (lambda: cumem.sleep(()), lambda: symmalloc.sleep("weights"), lambda: symmalloc.pause("weights")):
     raises(symmalloc.InvalidState, says, sleep)
 assert cumem.is_awake()
 """
-        self.succeeds(ONE + peers + 'assert os.environ["NCCL_GRAPH_REGISTER"] == "0"\n' + works, RANKS="2")
-        self.succeeds(ONE + peers + works, RANKS="1", NCCL_GRAPH_REGISTER="1")
-        self.succeeds(ONE + peers + fails, RANKS="2", NCCL_GRAPH_REGISTER="1")
+        late = """
+del os.environ["NCCL_GRAPH_REGISTER"]
+inside("kv_cache")
+assert os.environ["NCCL_GRAPH_REGISTER"] == "0"
+says = "NCCL_GRAPH_REGISTER was set too late"
+raises(symmalloc.InvalidState, says, lambda: cumem.sleep(()))
+"""
+        for ranks, captures, value, program in (
+            ("2", "1", None, works),
+            ("1", "1", "1", works),
+            ("2", "0", "1", works),
+            ("2", "1", "0x0", works),
+            ("2", "1", "1", fails),
+            ("2", "1", "yes", fails),
+            ("2", "1", None, late),
+        ):
+            environment = {} if value is None else {"NCCL_GRAPH_REGISTER": value}
+            self.succeeds(ONE + peers + program, RANKS=ranks, CAPTURES=captures, **environment)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,8 @@ pub(super) fn serve(export: Export) -> Result<String, Error> {
     {
         return Ok(served.name.clone());
     }
+    // In a forked child, this is the parent's.
+    drop(served.take());
     // The name is random, so that it cannot be guessed, and differs between containers with equal process ids.
     let name = format!("symmalloc-{process}-{:016x}", RandomState::new().build_hasher().finish());
     let listener = SocketAddr::from_abstract_name(&name).and_then(|address| UnixListener::bind_addr(&address));

@@ -94,7 +94,8 @@ pub unsafe extern "C" fn symmalloc_torch_checkpoint_destroy(checkpoint: *mut Poo
 /// every allocation that was live before, and then every allocation that is live after the call.
 ///
 /// # Safety
-/// The checkpoint is live, and no other thread uses the pool; `callback` may be called with `context` until the call returns.
+/// The checkpoint is live, and no other thread uses the pool; `callback` may be called with `context` until the call returns, and frees none
+/// of the pool's pointers.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_torch_restore(
     device: i32,

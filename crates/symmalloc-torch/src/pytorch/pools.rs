@@ -2,7 +2,8 @@
 
 use crate::c_interface::arguments::{not_null, write};
 use crate::error::Error;
-use crate::guard::{call_back, not_in_callback, release, release_or_defer, report};
+use crate::guard::{call_back, enter, not_in_callback, release, release_or_defer, report};
+use crate::pool_memory::has_captured;
 use crate::process;
 use crate::scopes::{StreamFilter, symmalloc_destroy_fn, symmalloc_filter_fn};
 use crate::status::symmalloc_status;
@@ -88,10 +89,16 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_begin_scope(
         return report(|| not_null(number, "number"));
     }
     // Not guarded, because the filter may throw. A panic unwinds as an exception that ends the process.
-    let allocator = not_in_callback().and_then(|()| process::allocator(device));
+    let allocator = enter().and_then(|()| process::allocator(device));
     let begun = allocator.and_then(|allocator| allocator.begin_mempool((id_first, id_second), filter));
     // SAFETY: the caller's contract.
     report(|| unsafe { write(number, "number", begun?) })
+}
+
+/// Returns `true` if PyTorch may have captured a graph in this process: if a scope began whose filter accepted no known stream.
+#[unsafe(no_mangle)]
+pub extern "C" fn symmalloc_torch_has_captured() -> bool {
+    has_captured()
 }
 
 /// Ends the last scope of the mempool with this id.
