@@ -9,7 +9,7 @@ use crate::message::{Departure, FailureReport, Member};
 use crate::threads;
 use crate::watching::clock::{POLL_INTERVAL, Tick};
 use crate::watching::connecting::Connecting;
-use crate::watching::failure::FailureCause;
+use crate::watching::failure::{FailureCause, PENDING_COMM};
 use crate::watching::handle::{COMMAND_LIMIT, Command, Handle};
 use crate::watching::judgment::Judgment;
 use crate::watching::process_record;
@@ -270,9 +270,12 @@ impl WatchdogThread {
             }
             Command::BlameSilent(connecting) => {
                 let silent = self.lifelines.get_mut(&connecting.meeting()).and_then(|lifeline| {
-                    // In a communicator of all processes, ranks have the numbers of their processes.
+                    // In a communicator of all processes, ranks have the numbers of their processes, unless the program orders them
+                    // differently.
                     let spans_all = connecting.ranks() == Some(lifeline.processes());
-                    lifeline.endpoint().silent_process(now).filter(|_| spans_all)
+                    let number = connecting.rank().rank & !PENDING_COMM;
+                    let is_in_order = connecting.meeting().is_some_and(|meeting| meeting.own == number);
+                    lifeline.endpoint().silent_process(now).filter(|_| spans_all && is_in_order)
                 });
                 if let Some((process, silent)) = silent {
                     connecting.fail(FailureCause::RankStopped { rank: process.0, silent, submitted: 0 });
