@@ -14,20 +14,20 @@
 //!
 //! # The program decides when to exchange splits
 //! A rank alone cannot know whether another rank's splits changed. The functions therefore never decide whether to exchange them:
-//! [`AllToAll::exchange_splits`] always exchanges splits, and [`AllToAll::run`] never does. Splits are a value that the program keeps as
-//! long as they are correct. As for any collective, every rank must call the same functions in the same order. A program that knows both
-//! sides or repeats its splits does not need an exchange.
+//! [`AllToAll::exchange_splits`] always exchanges splits, and [`AllToAll::run`] never does. The program keeps a [`Splits`] value and reuses
+//! it as long as the splits do not change. As for any collective, every rank must call the same functions in the same order. A program that
+//! already knows its input and output splits, or reuses earlier splits, does not need an exchange.
 //!
 //! There is no call that exchanges splits "if they changed". Every rank would have to exchange a message to learn whether another rank's
 //! splits changed. Gathering even a single byte from all ranks requires the same wait as gathering all row counts, which are eight bytes
 //! per pair of ranks. If ranks with unchanged counts skipped the wait, the ranks with changed counts would block indefinitely.
 //!
 //! # State
-//! If calls require registered memory, the segments that were found registered are cached by their [`SegmentKey`](crate::SegmentKey), which
-//! does not depend on the sizes of tensors and splits. A key is dropped only when the registrar reports it as invalid. The cache holds
-//! lookup results and no resources, so dropping an entry never affects work in flight. The registrar owns memory and windows, and waits for
-//! work in flight before it releases them. The exchange has one staging buffer in pinned memory, which is created once and not written
-//! while a copy of it is in progress.
+//! If calls require registered memory, the segments that are known to be registered are cached by their [`SegmentKey`](crate::SegmentKey).
+//! The key does not depend on the sizes of tensors and splits. A key is dropped only when the registrar reports it as invalid. The cache
+//! holds lookup results and no resources, so dropping an entry never affects work in flight. The registrar owns memory and windows, and
+//! waits for work in flight before it releases them. The exchange has one staging buffer in pinned memory, which is created once and not
+//! written while a copy of it is in progress.
 
 mod error;
 mod message;
@@ -59,8 +59,8 @@ use symmalloc_cuda::DriverError;
 /// Threads can share an instance if all ranks make the calls in the same order.
 ///
 /// A rank alone cannot know whether another rank's splits changed, so the program decides when to exchange them:
-/// [`exchange_splits`](Self::exchange_splits) always exchanges them, and [`run`](Self::run) never does. A program that knows both sides or
-/// repeats its splits does not need an exchange.
+/// [`exchange_splits`](Self::exchange_splits) always exchanges them, and [`run`](Self::run) never does. A program that already knows its
+/// input and output splits, or reuses earlier splits, does not need an exchange.
 ///
 /// # Examples
 /// ```no_run
@@ -121,9 +121,10 @@ struct ReadyCall<'a> {
 }
 
 impl AllToAllBuilder {
-    /// Makes calls fail if this registrar has not registered their buffers on the communicator, as windows or for this rank only. By
-    /// default, NCCL moves unregistered memory as well, through its own buffers. With NCCL 2.30.7, keep both buffers in windows, or
-    /// neither: `torch.distributed.all_to_all_single`, which also sends and receives, never completes if only its input is in a window.
+    /// Makes calls fail if this registrar has not registered their buffers on the communicator. Both kinds of registration count: windows,
+    /// and buffers that each rank registers independently. By default, NCCL moves unregistered memory as well, through its own buffers.
+    /// With NCCL 2.30.7, keep both buffers in windows, or neither: `torch.distributed.all_to_all_single`, which also sends and receives,
+    /// never completes if only its input is in a window.
     pub fn require_registered(mut self, registrar: &Arc<Registrar>) -> Self {
         self.registrar = Some(Arc::clone(registrar));
         self
@@ -131,7 +132,7 @@ impl AllToAllBuilder {
 
     /// Compares the splits of all ranks before each [`run`](AllToAll::run). If ranks disagree, they get an error that states the numbers of
     /// rows, instead of hanging or receiving wrong rows. Use this for debugging: every call costs an exchange, for which the host blocks.
-    /// Captured calls are not compared, so run them once before the capture.
+    /// Calls that are captured in a graph are not compared, so make the same calls once before the capture.
     pub fn check_calls(mut self) -> Self {
         self.is_checked = true;
         self
@@ -163,7 +164,7 @@ impl AllToAll {
         AllToAllBuilder { comm: comm.clone(), registrar: None, is_checked: false }
     }
 
-    /// Returns the communicator.
+    /// Returns the communicator whose ranks exchange rows.
     pub fn communicator(&self) -> &Communicator {
         &self.comm
     }

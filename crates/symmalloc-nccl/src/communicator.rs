@@ -70,8 +70,8 @@ use symmalloc_watchdog::ERROR_LIMIT;
 /// device. A [watchdog](crate::WatchdogMode) determines which rank is gone, stopped or stuck. Calls and waits then return
 /// [`CommError::Failed`], and the communicator and its windows are gone. The allocator and other communicators continue to work. The whole
 /// communicator ends because NCCL cannot cancel a single call. While connecting, and for operations that the watchdog does not observe, the
-/// error is [`CommError::Deadline`] instead, which does not identify a rank. Wait for streams with [`synchronize`](Self::synchronize). See
-/// `docs/watchdog.md`.
+/// error is [`CommError::Deadline`] instead, which does not identify a rank. To wait for a stream, call [`synchronize`](Self::synchronize),
+/// which returns these errors instead of blocking indefinitely. See `docs/watchdog.md`.
 ///
 /// A kernel on symmetric windows has no abort flag, and the driver waits for such a kernel in `exit`. If such a kernel waits for a missing
 /// peer, the communicator is [`Lost`](CommState::Lost) and the watchdog ends the process, unless it is configured not to.
@@ -169,21 +169,22 @@ impl Communicator {
         lock(&self.shared.life).comm.as_ptr()
     }
 
-    /// Destroys the communicator and its remaining windows after all its work has completed. Then waits,
-    /// normally for less than a millisecond and at most for the deadline, until the watchdog has notified the other ranks. A revoked
-    /// communicator is aborted instead, which does not wait for other ranks. Does nothing if
-    /// the communicator has already ended, or in a forked child. Dropping the last clone also destroys it.
+    /// Destroys the communicator and its remaining windows after all its work has completed. Then waits until the watchdog has notified the
+    /// other ranks, which normally takes less than a millisecond and never longer than the deadline. A revoked communicator is aborted
+    /// instead, which does not wait for other ranks. Does nothing if the communicator has already ended, or in a forked child. Dropping the
+    /// last clone also destroys it.
     ///
     /// First destroy all graphs that contain the communicator's collectives, because NCCL waits for these graphs.
     ///
     /// # Errors
-    /// Returns an error if its work does not complete within the deadline. The communicator is then aborted, as by [`abort`](Self::abort).
+    /// Returns an error if the communicator's work does not complete within the deadline. The communicator is then aborted, as by
+    /// [`abort`](Self::abort).
     pub fn destroy(&self) -> Result<(), CommError> {
         self.shared.destroy()
     }
 
-    /// Ends the communicator and all of its work, including work on the device, and unblocks other threads that are inside calls with it.
-    /// The watchdogs of other ranks end it on those ranks. Does nothing if it has already ended, or in a forked child.
+    /// Ends the communicator and all of its work, including work on the device, and unblocks other threads that are in NCCL calls on this
+    /// communicator. The watchdogs of other ranks end it on those ranks. Does nothing if it has already ended, or in a forked child.
     ///
     /// Takes at most five seconds. Without `ncclCommRevoke` (before 2.28.7), NCCL retains the memory of remaining windows: deregister them
     /// first.

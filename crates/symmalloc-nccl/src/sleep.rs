@@ -27,14 +27,14 @@ use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::{Phase, SleepCause};
 use symmalloc_cuda::{CudaBackend, CudaError};
 
-/// The core's guard over the CUDA backend.
+/// The core's guard of a quiesced pool, for the CUDA backend.
 type Quiesced<'a> = symmalloc_core::Quiesced<'a, CudaBackend, Shared>;
 
 impl Registrar {
     /// Puts a pool to sleep on all ranks: deregisters its windows on every communicator that it is attached to, and releases its memory to
-    /// the devices. Addresses, blocks and digests are preserved. All ranks of `over` must call it at the same point. `over` must contain
-    /// all ranks of all communicators that the pool is attached to, and the pool must be attached to `over`. No work may use the pool until
-    /// it wakes.
+    /// the devices. Addresses, blocks and digests are preserved. All ranks of `over` must call this function at the same point of the
+    /// program. `over` must contain all ranks of all communicators that the pool is attached to, and the pool must be attached to `over`.
+    /// No work may use the pool until it wakes.
     ///
     /// If the pool already sleeps on some ranks, it sleeps on all ranks after this call. A [`sync`](Self::sync) skips a sleeping pool.
     ///
@@ -52,13 +52,13 @@ impl Registrar {
     }
 
     /// Puts a pool to sleep like [`sleep`](Self::sleep), and then suspends its communicators: NCCL releases their memory on all ranks. A
-    /// communicator is resumed by the next wake of a pool with registrations on it, and by any sleep or wake over it. Until then, the
-    /// communicator's collectives and syncs return an error, and no graph that contains its collectives may be launched. All pools with
-    /// registrations on these communicators must sleep.
+    /// communicator is resumed by the next wake of a pool with registrations on it, and by any sleep or wake for which it is passed as
+    /// `over`. Until then, the communicator's collectives and syncs return an error, and no graph that contains its collectives may be
+    /// launched. All pools with registrations on these communicators must sleep.
     ///
     /// # Errors
-    /// See [`sleep`](Self::sleep). [`CollectiveSleepError::Refused`] with [`Obstacle::NoSuspension`](crate::Obstacle::NoSuspension) means
-    /// that NCCL is older than 2.29.7, and with [`Obstacle::WindowsOfOtherPools`](crate::Obstacle::WindowsOfOtherPools) that another pool with
+    /// See [`sleep`](Self::sleep). [`CollectiveSleepError::Refused`] contains [`Obstacle::NoSuspension`](crate::Obstacle::NoSuspension) if
+    /// NCCL is older than 2.29.7, and [`Obstacle::WindowsOfOtherPools`](crate::Obstacle::WindowsOfOtherPools) if another pool with
     /// registrations is awake.
     pub fn sleep_and_suspend(
         &self,
@@ -163,7 +163,7 @@ impl<'a> PhaseChange<'a> {
         }
     }
 
-    /// Executes `Quiesce`: waits until no kernel uses the pool, and saves the contents to keep.
+    /// Executes `Quiesce`: waits until no kernel uses the pool, and saves the contents that must be kept.
     fn quiesce(&self, contents: Contents) -> Result<Quiesced<'a>, Obstacle> {
         let (registrar, pool) = (self.registrar, self.pool);
         let allocator = registrar.allocator();

@@ -1,4 +1,5 @@
-//! The search: a first placement, then several orders, then rounds of corner search, exact search and repair.
+//! The search: a first placement, then placements of the rectangles in several orders, then rounds of corner search,
+//! exact search and repair.
 //!
 //! ```text
 //!  in order of time ──► orders, best fit and lowest fit ──► round: corner search of all rectangles, exact search of the cores:
@@ -20,8 +21,9 @@ use crate::sections::canonical;
 use crate::solution::Solution;
 use std::cmp::Reverse;
 
-/// The search budget, which is about the number of rectangles that the search may examine. For large problems, orders
-/// examine ten to thirty million rectangles per second; repair and exact search examine three to five million.
+/// The search budget: approximately the number of rectangles that the search may examine. For large problems, placing
+/// the rectangles in a given order examines ten to thirty million rectangles per second; repair and exact search
+/// examine three to five million.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct SearchBudget(pub u64);
 
@@ -38,27 +40,29 @@ const FIRST_ROUND_WORK: u64 = 50_000;
 /// Work of the repair in a round, as a multiple of the work of one exact search.
 const REPAIR_SHARE: u64 = 16;
 
-/// Work of the varied preferences in a round, as a multiple of the work of one exact search.
+/// Work of the exact searches with randomly varied preferences in a round, as a multiple of the work of one exact
+/// search.
 const VARIED_SHARE: u64 = 12;
 
 /// Work of the corner search of a core in a round, as a multiple of the work of one exact search.
 const CORNER_SHARE: u64 = 2;
 
-/// Work per rectangle of the shortest corner search. A search that never backtracks needs less.
+/// The smallest budget of a corner search, as work per rectangle. A search that never backtracks needs less.
 const CORNER_WORK: u64 = 50;
 
-/// Corner search returns to the lower bound when the last height that failed is within one part in this many of the
-/// best height.
+/// Corner search starts again at the lower bound when the difference between the best height and the last height that
+/// failed is about 1/`CORNER_PRECISION` of the best height or less.
 const CORNER_PRECISION: u64 = 512;
 
 /// Work of the shortest attempt with a varied preference.
 const ATTEMPT_WORK: u64 = 10_000;
 
-/// Shares of the peak. Rectangles that live while the load is within one such share of its peak are the hard ones.
+/// Fractions of the peak, as denominators: 50 means 1/50. Rectangles that are live while the load is within such a
+/// fraction of its peak are considered hard to place.
 const PEAK_SHARES: [u64; 4] = [50, 20, 10, 5];
 
-/// Places the rectangles of a problem as low as it can within the budget. The first placement, in order of time, takes one unit of work per
-/// rectangle. It is always made, whatever the budget, so there is always a solution.
+/// Places the rectangles of a problem as low as possible within the budget. The first placement, in order of time, takes one unit of work
+/// per rectangle. It is always made, whatever the budget, so there is always a solution.
 ///
 /// # Determinism
 /// The solution is a function of the problem and the budget, and a larger budget is never worse. The search takes O(n log n)
@@ -89,8 +93,8 @@ pub fn solve_watched(problem: &Problem, budget: SearchBudget, mut watch: impl Fn
     let is_extended = canonical.rectangles().len() > RECTANGLES_MAX;
     let canonical = if is_extended { extended(canonical, whole) } else { canonical };
     let mut offsets = vec![0; order.len()];
-    // Rectangles that live all the time lie at the bottom. This costs no height: in any placement, everything below such a rectangle can
-    // move up by the rectangle's size, and the rectangle can move to 0.
+    // Rectangles that are live for the whole period are placed at the bottom. This costs no height: in any placement, everything below such
+    // a rectangle can move up by the rectangle's size, and the rectangle can move to 0.
     let (mut base, mut rest, mut rest_order) = (0, Vec::new(), Vec::new());
     for (rectangle, index) in canonical.rectangles().iter().zip(order) {
         if rectangle.upper - rectangle.lower == whole {
@@ -112,10 +116,10 @@ pub fn solve_watched(problem: &Problem, budget: SearchBudget, mut watch: impl Fn
     solution.raised(base, offsets)
 }
 
-/// Extends the longest-lived rectangles to the whole time, as many as possible without raising the lower bound. They then lie at the
-/// bottom, which makes the search faster and its results better. The weights of a model are an example: they are allocated shortly after
-/// the beginning and are never freed. Every placement of the extended problem is also one of the original problem, but the optimum of the
-/// extended problem may be higher.
+/// Extends the lifetimes of as many of the longest-lived rectangles as possible to the whole period, without raising the lower bound. These
+/// rectangles are then placed at the bottom, which makes the search faster and its results better. The weights of a model are an example:
+/// they are allocated shortly after the beginning and are never freed. Every placement of the extended problem is also one of the original
+/// problem, but the optimum of the extended problem may be higher.
 fn extended(problem: Problem, whole: u64) -> Problem {
     let life = |it: &Rectangle| it.upper - it.lower;
     let mut longest: Vec<usize> = (0..problem.rectangles().len()).collect();

@@ -41,10 +41,10 @@ pub enum RendezvousError {
          and for a home directory in XDG_STATE_HOME and HOME. Set one of them, the same on every rank"
     )]
     NoHome,
-    /// A variable of the environment is not UTF-8.
+    /// The value of an environment variable is not UTF-8.
     #[error("{variable} is not UTF-8: set it to a value in UTF-8, the same on every rank")]
     NotUtf8 {
-        /// The variable.
+        /// Name of the environment variable.
         variable: &'static str,
     },
     /// The address cannot be used.
@@ -54,10 +54,10 @@ pub enum RendezvousError {
     BadAddress {
         /// The source of the address.
         variable: &'static str,
-        /// The value of the address.
+        /// The text that was given as the address.
         value: String,
     },
-    /// The job has more ranks than can meet.
+    /// The job has more ranks than the rendezvous supports.
     #[error(
         "the job has {ranks} ranks, and at most {ranks_max} can meet: check WORLD_SIZE or its counterpart of the launcher"
     )]
@@ -84,7 +84,7 @@ pub enum RendezvousError {
         /// The system's error.
         kind: io::ErrorKind,
     },
-    /// Some ranks did not arrive before the first deadline of a rank that did. All ranks that arrived return this error.
+    /// Some ranks did not arrive before the earliest deadline among the ranks that did arrive. All ranks that arrived return this error.
     #[error(
         "{}{} did not arrive within {waited:?}: look for errors of missing ranks{}",
         Ranks(&missing.iter().copied().collect()), More(*more), Found(found)
@@ -94,13 +94,13 @@ pub enum RendezvousError {
         missing: Vec<u32>,
         /// Number of further missing ranks.
         more: u32,
-        /// The reasons why missing ranks could not join, as far as rank 0 learned them, ascending by rank. Without a job secret, any process
-        /// that can connect could have caused them.
+        /// The reasons why missing ranks could not join, as far as rank 0 learned them, ascending by rank. Without a job secret, any
+        /// process that can connect could have sent these reasons.
         found: Vec<(u32, EndpointAnswer)>,
         /// Time that rank 0 waited.
         waited: Duration,
     },
-    /// Rank 0 accepted this rank and then reported nothing until its deadline.
+    /// Rank 0 accepted this rank, and then reported nothing until this rank's deadline.
     #[error(
         "rank 0 accepted this rank and then did not start the job within {waited:?}: it is stopped, overloaded, or cannot be reached any more. \
          Look at rank 0"
@@ -114,7 +114,7 @@ pub enum RendezvousError {
         "nobody set {key} in the store within {waited:?}: rank 0 failed before, is late, or uses another store. Look for its error"
     )]
     KeyMissing {
-        /// The key.
+        /// The key for which this rank waited.
         key: String,
         /// Time that this rank waited.
         waited: Duration,
@@ -132,13 +132,13 @@ pub enum RendezvousError {
         /// Time that this rank waited.
         waited: Duration,
     },
-    /// A process accepts connections at the address of the launcher's store, and does not answer as one.
+    /// A process accepts connections at the address of the launcher's store, but does not answer like a store.
     #[error(
         "the process at {address} (MASTER_ADDR and MASTER_PORT) does not answer as a store of PyTorch 2.2 or later: check both \
          variables, or set SYMMALLOC_RENDEZVOUS"
     )]
     ForeignStore {
-        /// The address.
+        /// The address at which the process answered.
         address: String,
     },
     /// A file of the shared folder cannot be read or written.
@@ -173,13 +173,13 @@ pub enum RendezvousError {
         /// Length of the value.
         value_bytes: usize,
     },
-    /// A store holds as much as it may.
+    /// A store has reached its size limit.
     #[error("the store is full: it takes at most {bytes_max} bytes. Use fewer keys or shorter values for one job")]
     StoreFull {
-        /// Maximum memory of its keys and values.
+        /// Maximum total size of the store's keys and values.
         bytes_max: usize,
     },
-    /// No rank 0 of this job answered on the network in time. The other ranks return this error.
+    /// Rank 0 of this job did not answer on the network in time. The other ranks return this error.
     #[error("rank 0 did not answer within {waited:?}. {}", Answers(.answers))]
     NoAnswer {
         /// Each address that was tried, with its most informative answer.
@@ -201,7 +201,7 @@ pub enum RendezvousError {
         .foreign_user.map_or(String::new(), |user| format!(" (user {user} owns a socket with its name)"))
     )]
     NoLocalAnswer {
-        /// The id of another user that owns a socket of rank 0's name, if there was one.
+        /// The id of the other user who owns a socket with the name that rank 0 would use, if there is such a user.
         foreign_user: Option<u32>,
         /// Time that this rank waited.
         waited: Duration,

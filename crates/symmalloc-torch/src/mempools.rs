@@ -26,7 +26,7 @@ use symmalloc_cuda::{CudaBackend, CudaError, CudaMemory, MemorySource};
 /// PyTorch's id of a mempool.
 pub(crate) type MempoolId = (u64, u64);
 
-/// An allocator over the program's memory: the operations that this file and `scopes.rs` need of it.
+/// An allocator that gets its memory from functions of the program. The trait contains the operations that this file and `scopes.rs` need.
 pub(crate) trait ForeignPool: Sized {
     /// The pool of all allocations of this allocator. Unlike the default pool, it can be destroyed, and afterwards no thread can allocate
     /// in it.

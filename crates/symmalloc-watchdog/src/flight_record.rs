@@ -1,6 +1,8 @@
-//! Flight records: files that contain a process's view of its communicators, with the last collectives and the progress of each.
+//! Flight records: files that contain a process's view of its communicators, including the last collectives and the progress of each
+//! communicator.
 //!
-//! A file contains JSON, in version 1 of the format. People and [`Findings`](crate::Findings) read it; it influences no decision.
+//! A file contains JSON, in version 1 of the format. It is read by people and by [`Findings`](crate::Findings); the library itself never
+//! bases a decision on it.
 
 use crate::ids::{CommunicatorId, Progress};
 use serde::{Deserialize, Serialize};
@@ -39,7 +41,7 @@ pub struct CommunicatorRecord {
     pub id: CommunicatorId,
     /// The name that the program gave it.
     pub name: String,
-    /// This rank.
+    /// The number of the rank that wrote the record.
     pub rank: u32,
     /// Number of ranks.
     pub ranks: u32,
@@ -60,7 +62,7 @@ pub struct CommunicatorRecord {
 /// Another rank as seen by this one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PeerRecord {
-    /// The rank.
+    /// The other rank's number in the communicator.
     pub rank: u32,
     /// The rank's progress.
     pub progress: Progress,
@@ -71,7 +73,7 @@ pub struct PeerRecord {
 /// The arguments of a collective that must be equal on all ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Signature {
-    /// NCCL's name of the call, such as "ncclAllReduce"; for a collective that the program announced, the program's name.
+    /// NCCL's name of the call, such as "ncclAllReduce"; for a collective that the program announced, the name that the program gave it.
     pub kind: String,
     /// Number of elements as NCCL counts them; `None` if ranks may differ, as in an all-to-all-v.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -109,8 +111,8 @@ pub struct CollectiveRecord {
     /// The arguments that must be equal on all ranks.
     #[serde(flatten)]
     pub signature: Signature,
-    /// The number of the collective's stream, in the order in which streams were first used with the communicator, from 0. `None` if it has
-    /// no stream.
+    /// The number of the collective's stream; `None` if the collective has no stream. Streams are numbered from 0, in the order of their
+    /// first use with the communicator.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stream: Option<u32>,
     /// The collective's state.
@@ -155,7 +157,7 @@ pub enum FlightRecordError {
     /// The file cannot be read or written.
     #[error("{}: {source}", .path.display())]
     Io {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// The system's error.
         source: io::Error,
@@ -163,7 +165,7 @@ pub enum FlightRecordError {
     /// The file is not a flight record.
     #[error("{} is not a flight record: {source}", .path.display())]
     Malformed {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// The first syntax or format error.
         source: serde_json::Error,
@@ -171,7 +173,7 @@ pub enum FlightRecordError {
     /// The file is larger than any flight record.
     #[error("{} exceeds {FILE_BYTES_MAX} bytes, the limit for a flight record", .path.display())]
     TooLarge {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
     },
     /// No folder for flight records is safe to write to.
@@ -180,7 +182,7 @@ pub enum FlightRecordError {
     /// The file has an unsupported version.
     #[error("{} is a flight record of version {version}, but this program reads only version {VERSION}", .path.display())]
     Version {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// Its version.
         version: u32,

@@ -1,6 +1,6 @@
 //! The messages between processes: one line of JSON each.
 //!
-//! A message is untrusted. Its texts end up in the errors and logs of every rank, so decoding escapes and truncates each of them
+//! A message is untrusted. Its texts end up in the errors and logs of every rank, so each text is escaped and truncated when it is decoded
 //! ([`received_text`]).
 
 use crate::ids::{CommunicatorId, ProcessId, Progress, RankId};
@@ -15,7 +15,8 @@ pub(crate) const LINE_BYTES_TO_HUB_MAX: usize = 4 << 20;
 /// [report](TEXT_BYTES_MAX) for each rank that failed.
 pub(crate) const LINE_BYTES_FROM_HUB_MAX: usize = 64 << 20;
 
-/// Length limit of a text, in particular of a report; a longer text is truncated. A report that ranks disagree names every rank.
+/// Length limit of a text in a message, such as a report; a longer text is truncated. For example, a report about a disagreement between
+/// ranks names every rank.
 pub(crate) const TEXT_BYTES_MAX: usize = 16 << 10;
 
 /// Decodes a text from another process as one line of visible characters, which can neither control a terminal nor forge a line.
@@ -64,7 +65,7 @@ pub struct FailureReport {
     pub text: String,
     /// The rank that caused the failure, as far as this rank knows; `None` if the cause is not another rank.
     pub first_rank: Option<u32>,
-    /// The silence of `first_rank` in milliseconds, if it is stopped; otherwise `None`.
+    /// The time for which `first_rank` has been silent, in milliseconds, if that rank is stopped; otherwise `None`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stopped_ms: Option<u64>,
 }
@@ -80,7 +81,7 @@ impl FailureReport {
 /// The hub's knowledge of one rank of a communicator.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Member {
-    /// The rank.
+    /// The rank's number in the communicator.
     pub rank: u32,
     /// The rank's process.
     pub process: ProcessId,
@@ -118,7 +119,7 @@ pub(crate) enum Message {
     Joined { rank: RankId },
     /// The rank destroyed the communicator normally, having progressed this far. Its later state does not concern the other ranks.
     Left { last: Standing },
-    /// The rank was not created, or has a different number.
+    /// The rank of an earlier [`Joined`](Message::Joined) was not created, or was created with a different number.
     Withdrawn { rank: RankId },
     /// The rank ended the communicator because of an error.
     Failed { rank: RankId, report: FailureReport },

@@ -20,14 +20,14 @@ pub struct Outcome {
     pub passes: u32,
     /// Segments of the default pool; `None` if it was reserved up front.
     pub segments: Option<Segments>,
-    /// Separate or shared free blocks for the streams of the default pool.
+    /// The policy that determines whether the streams of the default pool share free blocks.
     pub streams: StreamPolicy,
     /// Number of the program's allocations whose placement differs between ranks in any compared pass.
     pub differing_placements: usize,
     /// The first placement that differs.
     pub first_divergence: Option<Divergence>,
-    /// Number of ranks whose digest differs from rank 0's after the last pass. If no placement differs, a rank refused memory
-    /// for a different reason.
+    /// Number of ranks whose digest differs from rank 0's after the last pass. If this number is not 0 although no placement differs, a
+    /// rank refused memory for a different reason than rank 0.
     pub differing_digests: usize,
     /// Peaks over all passes of rank 0.
     pub peaks: Peaks,
@@ -39,7 +39,8 @@ pub struct Outcome {
     pub refused: usize,
     /// Number of allocations that rank 0 refused in the first pass.
     pub first_pass_refused: usize,
-    /// Digest of all ops and decisions of rank 0's first pass, in all pools, including destroyed ones. `None` for address order.
+    /// Digest of all ops and decisions of rank 0's first pass, in all pools, including destroyed ones. `None` if blocks are placed in
+    /// address order.
     pub digest: Option<u64>,
     /// Rank 0's decisions in the first pass, by allocation.
     pub decisions: Vec<Decision>,
@@ -80,7 +81,7 @@ pub struct Peaks {
 }
 
 impl Peaks {
-    /// Returns peak live divided by peak reserved, or 1 if nothing was reserved.
+    /// Returns the peak of live bytes divided by the peak of reserved bytes, or 1 if nothing was reserved.
     pub fn efficiency(&self) -> f64 {
         if self.reserved_bytes == 0 { 1.0 } else { self.live_bytes as f64 / self.reserved_bytes as f64 }
     }
@@ -93,13 +94,13 @@ pub(crate) struct Steady {
     pub(crate) passes: u32,
     /// Requests refused by a limit or a full segment.
     pub(crate) refused: u64,
-    /// Number of requests that each pass refuses; `None` if the passes differ.
+    /// Number of requests that are refused in each pass; `None` if the number differs between passes.
     pub(crate) refused_each: Option<u64>,
     /// Allocations placed by a plan.
     pub(crate) planned: u64,
     /// Map and unmap calls in the last pass.
     pub(crate) maps: u64,
-    /// Number of waits of one stream for another that reusing memory required in the last pass.
+    /// Number of times in the last pass that one stream had to wait for another before it could reuse memory.
     pub(crate) waits: u64,
 }
 

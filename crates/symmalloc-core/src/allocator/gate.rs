@@ -43,7 +43,8 @@ struct InSink;
 
 impl InSink {
     fn enter(number: u64) -> Self {
-        // The list no longer exists while a thread exits. A sink that uses the allocator then deadlocks.
+        // The thread-local list may already be destroyed while a thread exits. A sink that uses the allocator then
+        // deadlocks.
         let _ending = IN_SINKS.try_with(|sinks| sinks.borrow_mut().push(number));
         InSink
     }
@@ -68,7 +69,7 @@ pub(super) struct Gate<'a, L: Lock> {
     recorder: &'a Recorder<L>,
     /// `None` while nothing is recorded, and while the failure callback runs.
     state: Option<Guard<'a, L, RecorderState>>,
-    /// `true` if the thread was already unwinding, so that the op comes from a `Drop`.
+    /// `true` if the thread was already unwinding, which means that a `Drop` called the op.
     was_panicking: bool,
 }
 
@@ -93,7 +94,7 @@ impl<L: Lock> Recorder<L> {
         call()
     }
 
-    /// Returns `true` if the sink used the allocator since the last call.
+    /// Returns `true` if the sink used the allocator since this function was last called.
     fn take_reentered(&self) -> bool {
         self.was_reentered.swap(false, Ordering::Relaxed)
     }
@@ -115,7 +116,7 @@ impl<L: Lock> Recorder<L> {
         Gate { recorder: self, state: Some(self.state.lock()), was_panicking: std::thread::panicking() }
     }
 
-    /// Returns a pass without a recording.
+    /// Returns a gate that holds no lock, for ops that are not recorded.
     pub(super) fn open_gate(&self) -> Gate<'_, L> {
         Gate { recorder: self, state: None, was_panicking: false }
     }

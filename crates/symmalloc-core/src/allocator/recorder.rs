@@ -1,4 +1,4 @@
-//! The parts of a recording: the sink that receives records, and the reasons why it ends.
+//! The parts of a recording: the sink that receives the records, and the reasons why a recording ends.
 
 use crate::config::Config;
 use crate::config::op::Record;
@@ -87,7 +87,7 @@ pub enum RecordingError {
     Ended {
         /// Number of records that the sink had received.
         records: u64,
-        /// The reason.
+        /// The reason why the recording ended.
         source: RecordingEnd,
     },
 }
@@ -105,7 +105,7 @@ pub enum RecordingEnd {
     /// A pool was restored, and no op can reproduce its state.
     #[error("{pool} was restored: no op can reproduce a restored state")]
     Restored {
-        /// The pool.
+        /// The pool that was restored.
         pool: PoolId,
     },
     /// A plan was adopted or dropped, which no op represents.
@@ -113,7 +113,7 @@ pub enum RecordingEnd {
         "plans of {pool} were adopted or dropped, which no op represents: use a pool with `plan:learn`, which can be recorded"
     )]
     Planned {
-        /// The pool.
+        /// The pool whose plans changed.
         pool: PoolId,
     },
     /// The limit over all pools was changed, which no op represents.

@@ -26,12 +26,12 @@ pub const NAME_BYTES_MAX: usize = 64;
 /// Maximum number of digests kept from before the oldest op in the journal.
 pub const CHECKPOINTS_MAX: usize = 32;
 
-/// Initial distance between checkpoints, in ops. It doubles whenever there are too many checkpoints, at the same op on
-/// every rank.
+/// Initial distance between checkpoints, in ops. It doubles whenever there are too many checkpoints, which happens at
+/// the same op on every rank.
 const CHECKPOINT_OPS: u64 = 64;
 
 /// The numbering of the ops of all symmetric pools of one allocator, in execution order. With one host thread, this is
-/// the program order. The numbers determine which of several heaps differed first. They are not part of any digest.
+/// the program order. The numbers show which of several heaps differed first. They are not part of any digest.
 #[derive(Debug)]
 pub struct ProgramOrder {
     next: AtomicU64,
@@ -66,7 +66,7 @@ impl ProgramOrder {
         self.agreed.store(next, Relaxed);
     }
 
-    /// Returns a number counted from the last agreement.
+    /// Converts an op's number to a number that is counted from the last agreement.
     pub fn since_agreed(&self, number: u64) -> u64 {
         number.saturating_sub(self.agreed.load(Relaxed))
     }
@@ -105,7 +105,8 @@ pub struct Journal {
 }
 
 impl Journal {
-    /// Creates the journal of a heap whose digest is `now`, which every rank has had at this op.
+    /// Creates the journal of a heap whose digest is `now`. Every rank's heap is known to have this digest at the same
+    /// op.
     pub(crate) fn new(history_ops: u32, now: Digest, order: Arc<ProgramOrder>) -> Self {
         Journal {
             capacity: history_ops.max(1) as usize,
@@ -119,7 +120,8 @@ impl Journal {
         }
     }
 
-    /// Forgets everything, because the heap adopted a history with the digest `now`, which every rank has had.
+    /// Forgets everything, because the heap adopted another history. Its digest, `now`, is known to be equal on every
+    /// rank.
     pub(crate) fn begin(&mut self, now: Digest) {
         *self = Journal::new(self.capacity as u32, now, Arc::clone(&self.order));
     }

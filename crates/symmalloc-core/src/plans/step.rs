@@ -51,7 +51,8 @@ pub(crate) struct Following {
 
 impl Following {
     /// Returns the place of a request and advances, if the request is the plan's next one and its stream has nothing to
-    /// wait for. Returns `None` otherwise; [`HeapPlans::answer`](super::heap_plans::HeapPlans::answer) then decides.
+    /// wait for. Otherwise returns `None`, and [`HeapPlans::answer`](super::heap_plans::HeapPlans::answer) then decides
+    /// where to place the request.
     #[inline(always)]
     pub(crate) fn next_place(&mut self, arena: &Arena, stream: StreamId, requested: u64) -> Option<Slot> {
         if !self.unexpected_live.is_empty() {
@@ -87,7 +88,7 @@ impl Diverged {
     }
 }
 
-/// One expected allocation.
+/// An allocation that the plan expects, and the places that must be free for it.
 #[derive(Clone, Copy, Debug)]
 struct Expected {
     /// The expected request, encoded as in a digest.
@@ -96,7 +97,7 @@ struct Expected {
     checks_end: u32,
 }
 
-/// The cursor of a plan that can be followed.
+/// A position in a plan, and the plan's allocations in the form in which requests are compared with them.
 #[derive(Debug, Default)]
 pub(crate) struct PlanCursor {
     expected: Vec<Expected>,
@@ -128,7 +129,7 @@ impl PlanCursor {
     }
 
     /// Returns the place of the next allocation and advances, if `op` is the expected request and all places that must
-    /// be free are ready for its stream.
+    /// be free are ready for `stream`.
     #[inline(always)]
     pub(crate) fn take_if(&mut self, op: u64, arena: &Arena, stream: StreamId) -> Option<Slot> {
         let checks_end = self.expected.get(self.next).filter(|expected| expected.op == op)?.checks_end as usize;

@@ -1,7 +1,7 @@
 //! Tracks the streams that use a device buffer, so that the buffer's contents and memory are safe across streams without explicit calls.
 //!
 //! Taking the pointer of a buffer on a stream other than the buffer's stream has two effects:
-//! 1. The use is recorded with the allocator: the next owner of the memory waits for the stream of the use.
+//! 1. The allocator records the use, so the next owner of the memory waits for the stream that used the buffer.
 //! 2. While cudarc's event tracking is on (its default, see `CudaContext::disable_event_tracking`), a reader waits for the last writer's
 //!    stream. A new writer waits for the last writer's stream and for all readers' streams, even if it has already waited for the last
 //!    writer. `CudaSlice` orders uses in the same way, but records an event at each use. This module records an event only when the stream
@@ -22,8 +22,9 @@
 //! such a guard exists, the host synchronizes the context before the block is freed.
 //!
 //! # Captures
-//! During a stream capture, a stream can wait only for streams of the same capture. The program must order earlier work before it launches
-//! the graph. A stream for which nothing waited remains recorded, so uses after the capture wait for it.
+//! During a stream capture, a stream can wait only for streams of the same capture. Before the program launches the graph, it must make the
+//! launching stream wait for earlier work on streams outside the capture. A stream for which nothing waited remains recorded, so uses after
+//! the capture wait for it.
 
 use crate::device::{CudaDevice, RestoreCurrent};
 use crate::error::{CAPTURE_UNSUPPORTED, DriverError, DropError, INVALID_HANDLE};
@@ -52,12 +53,12 @@ pub(super) struct Uses {
     foreign: OnceLock<Box<boxcar::Vec<ForeignUse>>>,
     /// Number of lent slices that have not been dropped.
     lends: AtomicU32,
-    /// Contexts of uses whose guards cannot be detected if they are forgotten.
+    /// Contexts of the uses for which a forgotten guard would go unnoticed.
     unwatched: Mutex<SmallVec<[Arc<CudaContext>; 1]>>,
 }
 
-/// Number of uses by unregistered streams up to which every use gets a separate event. Beyond it, a stream that already has an event
-/// records this event again. This can hide a forgotten guard, so such a use counts as unwatched.
+/// Maximum number of uses by unregistered streams that each get a separate event. Beyond it, a stream that already has an event records
+/// this event again. This can hide a forgotten guard, so such a use counts as unwatched.
 const WATCHED_USES_MAX: usize = 8;
 
 /// Uses by registered streams since the last write.

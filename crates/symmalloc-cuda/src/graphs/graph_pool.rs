@@ -29,9 +29,9 @@ use symmalloc_files::is_forked;
 ///
 /// While a stream is part of a capture that the pool began, all allocations on it come from the pool, regardless of the allocator clone
 /// that is used. A block that is freed during the capture is reused by later allocations of the same capture. If such an allocation is on a
-/// different stream, its fence becomes an edge of the graph. `trim` and limits never release the pool's memory, and no other allocation
-/// comes from the pool. The memory is released after the pool's last owner is dropped: every clone of the `GraphPool`, every graph, and
-/// every buffer.
+/// different stream, the freed block's fence becomes an edge of the graph. `trim` and limits never release the pool's memory, and no other
+/// allocation comes from the pool. The memory is released after the pool's last owner is dropped: every clone of the `GraphPool`, every
+/// graph, and every buffer.
 ///
 /// # Sharing
 /// Graphs that are captured from one pool share its memory, so they must not run at the same time: launch them on one stream, or order
@@ -43,8 +43,8 @@ use symmalloc_files::is_forked;
 /// grows is larger for the second capture than it was for the first, so the best fit may be a different block.
 ///
 /// # Order of work
-/// Beginning a capture waits on the host for all registered streams, because a graph cannot wait for work that was not captured. The
-/// program must make each launch wait for the work that fills the graph's inputs.
+/// Beginning a capture blocks the host until all registered streams are idle, because a graph cannot wait for work that was not captured.
+/// The program must make each launch wait for the work that fills the graph's inputs.
 ///
 /// # Examples
 /// ```no_run
@@ -77,11 +77,11 @@ struct GraphPoolState {
 }
 
 impl GraphPool {
-    /// Creates a pool for graphs. The policy's `reclaim`, release threshold and stitching are ignored, because the pool's memory must stay
-    /// at the addresses that graphs have captured.
+    /// Creates a pool for graphs. The `reclaim`, release threshold and stitching settings of `config` are ignored, because the pool's
+    /// memory must stay at the addresses that graphs have captured.
     ///
     /// # Errors
-    /// Returns an error if the policy does not fit the device.
+    /// Returns an error if the device does not support `config`.
     #[allow(clippy::needless_pass_by_value, reason = "like `create_pool`")]
     pub fn new(allocator: &CudaAllocator, config: PoolConfig) -> Result<Self, CudaError> {
         let config =
@@ -103,7 +103,7 @@ impl GraphPool {
     }
 
     /// Begins to capture the work that is submitted to the stream, and to streams that wait for it through
-    /// [`CachingAllocator::wait`](crate::CachingAllocator::wait). Waits on the host for all registered streams first.
+    /// [`CachingAllocator::wait`](crate::CachingAllocator::wait). First blocks the host until all registered streams are idle.
     ///
     /// During the capture, other threads are not restricted. This thread is restricted as in CUDA's thread-local capture mode, except for
     /// the allocator's own calls.

@@ -1,4 +1,4 @@
-//! Virtual memory of a device: addresses are reserved first, and physical chunks are mapped as the allocator requests.
+//! Virtual memory of a device: addresses are reserved first, and physical chunks are mapped when the allocator requests them.
 //!
 //! A chunk's handle is released as soon as the chunk is mapped. The mapping keeps the memory alive, and unmapping releases it. Code that
 //! needs the handle (such as NCCL) gets it with `cuMemRetainAllocationHandle`.
@@ -10,8 +10,9 @@
 //! than their size (`docs/device-memory.md`). Neither setting access for many chunks in one call nor unmapping from several threads saves
 //! time.
 //!
-//! Memory that may be stitched is mapped in chunks of one piece each, because a piece is mapped into another range by the handle of its
-//! chunk, and such a mapping always begins at the chunk's start. Memory returns to the device when its last mapping is removed.
+//! Memory that may be stitched (mapped a second time, into another range) is mapped with a separate chunk for each piece. To map a piece
+//! into another range, the handle of its chunk is used, and such a mapping always begins at the start of the chunk. Memory returns to the
+//! device when its last mapping is removed.
 //!
 //! Chunks may be prefetched ahead of growth (`prefetch_window.rs` decides which, `prefetch_thread.rs` creates them). Prefetched chunks are
 //! already mapped and accessible at their final addresses, beyond the end of the memory that the allocator uses.
@@ -37,7 +38,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use symmalloc_core::backend::{BackendError, DeviceAddress, Range, RangeOffset};
 
-/// Default size in bytes of the chunks of a growth.
+/// Default size, in bytes, of the chunks that are mapped when a range grows.
 const CHUNK_BYTES: u64 = 32 << 20;
 
 /// Maximum number of chunks for one mapping of a range once chunks exceed [`CHUNK_BYTES`], unless the program configures the chunk size.

@@ -14,7 +14,7 @@ use symmalloc_files::is_forked;
 /// A dma-buf of a range of an allocator's memory, which RDMA transports register (`ibv_reg_dmabuf_mr`).
 ///
 /// While this value is alive, the physical memory of the range does not return to the device, even if the pool is trimmed, sleeps or is
-/// destroyed. None of these operations is refused, and no placement depends on a dma-buf. After such an operation, the descriptor refers to
+/// destroyed. A dma-buf neither prevents these operations nor affects any placement. After such an operation, the descriptor refers to
 /// memory that the pool no longer uses, and [`state`](Self::state) reports this. Different memory may then be mapped at the addresses, so
 /// deregister the dma-buf and create a new one.
 ///
@@ -44,15 +44,15 @@ pub struct DmaBuf {
     allocator: CudaAllocator,
     memory: Arc<ExportedMemory>,
     file: OwnedFd,
-    /// Handles that keep the physical memory.
+    /// Handles that keep the physical memory allocated.
     handles: Vec<c_ulonglong>,
     offset_bytes: u64,
     size_bytes: u64,
 }
 
 impl CudaAllocator {
-    /// Creates a dma-buf of a range of addresses, in any pool of this allocator. The range is an allocation, a part of one, or any part of
-    /// one segment at which memory is mapped.
+    /// Creates a dma-buf of a range of addresses, in any pool of this allocator. The range can be a whole allocation, a part of an
+    /// allocation, or any mapped part of a single segment.
     ///
     /// The driver creates dma-bufs of whole host pages, so the range is rounded out to pages: [`DmaBuf::offset_bytes`] is the position of
     /// `address` in the dma-buf, and a device that registers the whole dma-buf can also access neighboring allocations in the first and
@@ -125,9 +125,9 @@ impl DmaBuf {
         self.handles.len()
     }
 
-    /// Returns the state of the memory: [`Live`](ExportState::Live) while the pool uses the memory that the descriptor refers to, and the
-    /// allocations that existed in the range when the dma-buf was created are still live. Frees are detected if they go through this crate,
-    /// as for [`Export`](crate::Export).
+    /// Returns the state of the memory. It is [`Live`](ExportState::Live) as long as the pool still uses the memory that the descriptor
+    /// refers to, and no allocation that existed in the range when the dma-buf was created has been freed. Frees are detected if they go
+    /// through this crate, as for [`Export`](crate::Export).
     pub fn state(&self) -> ExportState {
         self.memory.state()
     }

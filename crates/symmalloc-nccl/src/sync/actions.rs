@@ -99,7 +99,8 @@ pub(crate) struct SyncActions {
 }
 
 impl SyncActions {
-    /// Computes the actions that follow from the events of both kinds of pools. Pools that are being detached lose all registrations.
+    /// Computes the actions that follow from the events of the pools whose segments are registered as windows and of those whose memory is
+    /// registered as buffers. Pools that are being detached lose all registrations.
     pub(crate) fn new(
         segments: &SegmentTable,
         registered: &Registrations,
@@ -120,7 +121,7 @@ impl SyncActions {
         }
     }
 
-    /// Returns the number of actions that add a window, and the number of those that only remove one.
+    /// Returns the number of actions that add a window, and the number of actions that only remove a window.
     pub(crate) fn counts(&self) -> (u64, u64) {
         let deregistrations = self.windows.iter().filter(|action| action.change.kind == ChangeKind::Deregister).count();
         ((self.windows.len() - deregistrations) as u64, deregistrations as u64)

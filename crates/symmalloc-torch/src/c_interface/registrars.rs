@@ -19,8 +19,8 @@ use symmalloc_nccl::{Attachment, Communicator, Registration};
 /// `symmalloc_registrar_options.registration`: all ranks together create a symmetric window over each segment of a symmetric pool.
 pub const SYMMALLOC_REGISTER_WINDOWS: u32 = 0;
 
-/// `symmalloc_registrar_options.registration`: this rank alone calls `ncclCommRegister` for each piece of memory. Works for any pool,
-/// including pools whose segments grow.
+/// `symmalloc_registrar_options.registration`: each rank calls `ncclCommRegister` for each piece of its memory, independently of the other
+/// ranks. Works for any pool, including pools whose segments grow.
 pub const SYMMALLOC_REGISTER_BUFFERS: u32 = 1;
 
 /// `symmalloc_registrar_options.agree_every`: the ranks compare their histories only in `symmalloc_registrar_agree` and
@@ -144,7 +144,7 @@ unsafe fn read(options: &symmalloc_registrar_options) -> Result<RegistrationOpti
 }
 
 /// Compares the histories of all ranks of the communicator, then registers the pool's new segments and deregisters those that it has
-/// released. The call is collective. Each count may be NULL.
+/// released. The call is collective. `registered` and `deregistered` may be NULL.
 ///
 /// # Safety
 /// The registrar is live; the counts are NULL or valid for writing.
@@ -154,7 +154,7 @@ pub unsafe extern "C" fn symmalloc_registrar_sync(
     registered: *mut u64,
     deregistered: *mut u64,
 ) -> symmalloc_status {
-    // SAFETY: the caller's contract, in both cases.
+    // SAFETY: the caller guarantees that the counts are NULL or valid for writing, and that the registrar is live.
     unsafe { counted(registered, deregistered, || open(registrar)?.sync()) }
 }
 
@@ -168,7 +168,7 @@ pub unsafe extern "C" fn symmalloc_registrar_agree(
     registered: *mut u64,
     deregistered: *mut u64,
 ) -> symmalloc_status {
-    // SAFETY: the caller's contract, in both cases.
+    // SAFETY: the caller guarantees that the counts are NULL or valid for writing, and that the registrar is live.
     unsafe { counted(registered, deregistered, || open(registrar)?.agree()) }
 }
 
@@ -233,7 +233,8 @@ pub unsafe extern "C" fn symmalloc_registrar_destroy(registrar: *mut PoolRegistr
 }
 
 /// Syncs all registrars of a pool in the order of their creation, which must be the same on every rank. If one registrar fails, the call
-/// still syncs the others, because their ranks wait for this rank, and then returns the first error. Each count may be NULL.
+/// still syncs the others, because their ranks wait for this rank, and then returns the first error. `registered` and `deregistered` may be
+/// NULL.
 ///
 /// # Safety
 /// `allocator` is live; the counts are NULL or valid for writing.
@@ -287,7 +288,7 @@ pub extern "C" fn symmalloc_scope_begin(device: i32, pool: u32) -> symmalloc_sta
 /// Ends this thread's innermost scope on the device, and registers the pool's new segments: syncs all registrars of the pool like
 /// `symmalloc_pool_sync`. The call is collective. During a graph capture, ranks can neither register segments nor communicate. The scope
 /// then ends without a sync if there are no new segments. If there are, the call returns an error: reserve and sync before the capture.
-/// Each count may be NULL.
+/// `registered` and `deregistered` may be NULL.
 ///
 /// # Safety
 /// The counts are NULL or valid for writing.

@@ -6,9 +6,9 @@
 //!  watchdog thread      unfinished work, and the time without progress
 //! ```
 //!
-//! A mark is an event of the driver. The owner of the device records it in the [`Unmarked`] stream, and reports that the device has passed
-//! it ([`done`](FlightRecorder::done)). A mark after every collective would cost 130 ns of host time, more than everything else. One mark
-//! per stream and tick gives the same information with the resolution of a tick.
+//! A mark is an event of the driver. The code that calls the driver records the mark in the [`Unmarked`] stream, and calls
+//! [`done`](FlightRecorder::done) once the device has passed the mark. A mark after every collective would cost 130 ns of host time, more
+//! than the rest of the recording. One mark per stream and tick gives the same information with the resolution of a tick.
 
 use crate::flight_record::{CollectiveRecord, CollectiveState};
 use crate::ids::Progress;
@@ -39,21 +39,21 @@ pub trait Flight: Send + Sync {
     /// Returns the last collectives, oldest first.
     fn collectives(&self, now: Tick) -> Vec<CollectiveRecord>;
 
-    /// Returns `true` if no work can be running on the device. Once work was captured in a graph, or a call failed, this is no longer
-    /// certain.
+    /// Returns `true` if no work can be running on the device. Returns `false` once work was captured in a graph or a call failed, because
+    /// work may then run unnoticed.
     fn is_off_device(&self) -> bool;
 }
 
 /// A stream of the device, with a number that identifies it as long as it exists.
 #[derive(Clone, Copy, Debug)]
 pub struct StreamRef<'a, S> {
-    /// The number.
+    /// The number that identifies the stream while it exists.
     pub key: u64,
     /// The stream. The recorder keeps a clone, so that no other stream gets its number.
     pub stream: &'a S,
 }
 
-/// The number of an entry's stream, in the order in which streams were first used with the communicator.
+/// The number of an entry's stream. Streams are numbered in the order of their first use with the communicator.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct StreamNumber(u32);
 
@@ -61,7 +61,7 @@ struct StreamNumber(u32);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct EntryNumber(u64);
 
-/// The recorder of a communicator's last collectives, which names streams of type `S`.
+/// The recorder of a communicator's last collectives. `S` is the type of the stream handles.
 pub struct FlightRecorder<S> {
     ring: Mutex<Ring<S>>,
 }
@@ -71,11 +71,11 @@ struct Ring<S> {
     entries: VecDeque<Entry>,
     /// Total number of entries, including dropped ones.
     given: u64,
-    /// Number of entries that every rank submits.
+    /// Number of entries that are collectives, which every rank submits.
     collectives: u64,
     is_destroying: bool,
     streams: Vec<StreamProgress<S>>,
-    /// Time at which work last completed, or at which no work was pending.
+    /// The last time at which work completed, or at which work was submitted while none was pending.
     moved: Tick,
     /// `true` if a graph contains entries, possibly including dropped ones.
     has_captured: bool,
@@ -121,13 +121,13 @@ struct StreamProgress<S> {
 /// A stream with entries that no mark follows.
 #[derive(Clone, Copy, Debug)]
 pub struct Unmarked<S> {
-    /// The stream.
+    /// The stream in which to record the mark.
     pub stream: S,
     /// Its last entry.
     pub upto: Marked,
 }
 
-/// An entry of a stream that a mark follows.
+/// The last entry of a stream before a mark.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Marked {
     stream: StreamNumber,
