@@ -162,7 +162,7 @@ fn a_divergence_emits_an_event_on_every_rank() {
     for (rank, line) in heard.iter().enumerate() {
         let expected = format!(
             "ranks.diverged rank={rank} ranks=2 rounds=5 difference=\"history\" pool=0 stream=0 op=0 \
-             cause=\"other_request\" report=the 2 ranks differ in symmetric pool 0, stream 0, at op 0\n"
+             cause=\"different_request\" report=the 2 ranks differ in symmetric pool 0, stream 0, at op 0\n"
         );
         assert!(line.starts_with(&expected), "{line}");
     }
