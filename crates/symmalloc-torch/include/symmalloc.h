@@ -74,8 +74,8 @@
 #define SYMMALLOC_REGISTER_WINDOWS 0
 
 /**
- * `symmalloc_registrar_options.registration`: this rank alone calls `ncclCommRegister` for each piece of memory. Works for any pool,
- * including pools whose segments grow.
+ * `symmalloc_registrar_options.registration`: each rank calls `ncclCommRegister` for each piece of its memory, independently of the other
+ * ranks. Works for any pool, including pools whose segments grow.
  */
 #define SYMMALLOC_REGISTER_BUFFERS 1
 
@@ -1269,7 +1269,7 @@ symmalloc_status symmalloc_registrar_create_with(struct symmalloc_allocator *all
 
 /**
  * Compares the histories of all ranks of the communicator, then registers the pool's new segments and deregisters those that it has
- * released. The call is collective. Each count may be NULL.
+ * released. The call is collective. `registered` and `deregistered` may be NULL.
  *
  * # Safety
  * The registrar is live; the counts are NULL or valid for writing.
@@ -1323,7 +1323,8 @@ symmalloc_status symmalloc_registrar_destroy(struct symmalloc_registrar *registr
 
 /**
  * Syncs all registrars of a pool in the order of their creation, which must be the same on every rank. If one registrar fails, the call
- * still syncs the others, because their ranks wait for this rank, and then returns the first error. Each count may be NULL.
+ * still syncs the others, because their ranks wait for this rank, and then returns the first error. `registered` and `deregistered` may be
+ * NULL.
  *
  * # Safety
  * `allocator` is live; the counts are NULL or valid for writing.
@@ -1355,7 +1356,7 @@ symmalloc_status symmalloc_scope_begin(int32_t device,
  * Ends this thread's innermost scope on the device, and registers the pool's new segments: syncs all registrars of the pool like
  * `symmalloc_pool_sync`. The call is collective. During a graph capture, ranks can neither register segments nor communicate. The scope
  * then ends without a sync if there are no new segments. If there are, the call returns an error: reserve and sync before the capture.
- * Each count may be NULL.
+ * `registered` and `deregistered` may be NULL.
  *
  * # Safety
  * The counts are NULL or valid for writing.
