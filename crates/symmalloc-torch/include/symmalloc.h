@@ -1513,7 +1513,7 @@ bool symmalloc_torch_is_forked(void);
 /**
  * Frees an allocation. `device` is a hint. Writes the size of the block to `block_bytes`, which may be NULL. Failures are counted,
  * and standard error shows the first one, because PyTorch frees in destructors. Inside a callback, the free takes effect before the next
- * call outside of callbacks, and writes no size.
+ * call of this thread outside of callbacks, and writes no size.
  *
  * # Safety
  * `block_bytes` is NULL or valid for writing.

@@ -7,7 +7,6 @@ use std::cell::{Cell, RefCell};
 use std::ffi::{CString, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
 use symmalloc_files::is_forked;
 
 thread_local! {
@@ -18,13 +17,36 @@ thread_local! {
 /// are none.
 static PENDING: AtomicUsize = AtomicUsize::new(0);
 
-/// Held by the thread that runs deferred releases.
-static RUNNING: Mutex<()> = Mutex::new(());
+type Release = Box<dyn FnOnce() -> Result<(), Error>>;
 
-/// Releases that callbacks requested, in order.
-static DEFERRED: Mutex<Vec<Release>> = Mutex::new(Vec::new());
+/// The releases that this thread's callbacks requested, in order. Each thread runs its own, so that their order among the ops of a heap follows
+/// from the program of that thread.
+struct Deferred(RefCell<Vec<Release>>);
 
-type Release = Box<dyn FnOnce() -> Result<(), Error> + Send>;
+thread_local! {
+    static DEFERRED: Deferred = const { Deferred(RefCell::new(Vec::new())) };
+}
+
+impl Drop for Deferred {
+    fn drop(&mut self) {
+        self.run();
+    }
+}
+
+impl Deferred {
+    fn run(&self) {
+        for release in self.0.take() {
+            PENDING.fetch_sub(1, Ordering::Relaxed);
+            // In a forked child, the objects belong to the parent.
+            if is_forked() {
+                continue;
+            }
+            if let Err(error) = guarded(release) {
+                tracing::warn!(name: "free.deferred", target: "symmalloc", error = %error, "a callback requested a free that failed");
+            }
+        }
+    }
+}
 
 thread_local! {
     /// `true` while the thread runs a callback.
@@ -63,69 +85,32 @@ pub(crate) fn enter() -> Result<(), Error> {
 #[inline(never)]
 fn enter_after_deferred() -> Result<(), Error> {
     not_in_callback()?;
-    // In a forked child, the objects belong to the parent, and a thread that the child does not have may hold the locks. A thread that does
-    // not wait here cannot wait for a thread that runs a release and waits for a lock of this one, such as Python's.
-    if !is_forked()
-        && let Ok(_running) = RUNNING.try_lock()
-    {
-        run_deferred();
-    }
+    // The storage of an exiting thread may be destroyed already.
+    let _run = DEFERRED.try_with(Deferred::run);
     Ok(())
 }
 
-/// Runs deferred releases, and waits for another thread that runs some. For calls that end an object.
-pub(crate) fn finish_deferred() {
-    if PENDING.load(Ordering::Relaxed) != 0 && !is_forked() && not_in_callback().is_ok() {
-        let _running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
-        run_deferred();
-    }
-}
-
-fn run_deferred() {
-    let deferred = std::mem::take(&mut *DEFERRED.lock().unwrap_or_else(PoisonError::into_inner));
-    for release in deferred {
-        if let Err(error) = guarded(release) {
-            tracing::warn!(name: "free.deferred", target: "symmalloc", error = %error, "a callback requested a free that failed");
-        }
-        PENDING.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-/// Runs a call of the C interface that frees something. Inside a callback, the call succeeds, and `later` runs before the next call
-/// outside of callbacks: the collectors of Python and other languages run whenever a callback allocates an object, and their destructors
-/// cannot handle an error.
-///
-/// # Safety
-/// Any thread may run `later`.
+/// Runs a call of the C interface that frees something. Inside a callback, the call succeeds, and `later` runs before this thread's next call
+/// outside of callbacks, or at the end of the thread: the collectors of Python and other languages run whenever a callback allocates an
+/// object, and their destructors cannot handle an error.
 #[inline]
-pub(crate) unsafe fn free_or_defer(
+pub(crate) fn free_or_defer(
     now: impl FnOnce() -> Result<(), Error>,
     later: impl FnOnce() -> Result<(), Error> + Copy + 'static,
 ) -> symmalloc_status {
     let failed = |error| match error {
-        // SAFETY: the caller's contract.
-        Error::InCallback if IN_CALLBACK.get() => unsafe { defer(later) },
+        Error::InCallback if IN_CALLBACK.get() && defer(later) => symmalloc_status::SYMMALLOC_OK,
         error => store_error(&error),
     };
     guarded_or(|| now().map(|()| symmalloc_status::SYMMALLOC_OK), failed)
 }
 
-/// # Safety
-/// Any thread may run `release`.
+/// Returns `false` if the storage of this thread is destroyed already.
 #[cold]
-unsafe fn defer(release: impl FnOnce() -> Result<(), Error> + 'static) -> symmalloc_status {
-    struct AnyThread<F>(F);
-    // SAFETY: the caller's contract.
-    unsafe impl<F> Send for AnyThread<F> {}
-    impl<F: FnOnce() -> Result<(), Error>> AnyThread<F> {
-        fn run(self) -> Result<(), Error> {
-            (self.0)()
-        }
-    }
-    let release = AnyThread(release);
-    DEFERRED.lock().unwrap_or_else(PoisonError::into_inner).push(Box::new(move || release.run()));
-    PENDING.fetch_add(1, Ordering::Relaxed);
-    symmalloc_status::SYMMALLOC_OK
+fn defer(release: impl FnOnce() -> Result<(), Error> + 'static) -> bool {
+    let kept = DEFERRED.try_with(|deferred| deferred.0.borrow_mut().push(Box::new(release)));
+    PENDING.fetch_add(kept.is_ok().into(), Ordering::Relaxed);
+    kept.is_ok()
 }
 
 /// Runs a call of the C interface that releases something. In a forked child it succeeds without effect: the object belongs to the parent,
@@ -136,13 +121,9 @@ pub(crate) fn release(act: impl FnOnce() -> Result<(), Error>) -> symmalloc_stat
 }
 
 /// Runs a call of the C interface that frees something, as [`release`] in a forked child, and as [`free_or_defer`] inside a callback.
-///
-/// # Safety
-/// Any thread may run `act`.
 #[inline]
-pub(crate) unsafe fn release_or_defer(act: impl FnOnce() -> Result<(), Error> + Copy + 'static) -> symmalloc_status {
-    // SAFETY: the caller's contract.
-    if is_forked() { symmalloc_status::SYMMALLOC_OK } else { unsafe { free_or_defer(act, act) } }
+pub(crate) fn release_or_defer(act: impl FnOnce() -> Result<(), Error> + Copy + 'static) -> symmalloc_status {
+    if is_forked() { symmalloc_status::SYMMALLOC_OK } else { free_or_defer(act, act) }
 }
 
 /// Runs a call of the C interface. Converts a panic to an error, and stores the message of an error.

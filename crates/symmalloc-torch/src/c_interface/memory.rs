@@ -3,7 +3,7 @@
 use super::arguments::{living, not_forked, not_null, text, write};
 use crate::device::{DeviceAllocator, Tracing};
 use crate::error::Error;
-use crate::guard::{finish_deferred, release, release_or_defer, report};
+use crate::guard::{release, release_or_defer, report};
 use crate::handles::{hand_out, take_back};
 use crate::process;
 use crate::settings::TorchSettings;
@@ -50,10 +50,7 @@ pub unsafe extern "C" fn symmalloc_create(
 /// No other thread uses the allocator, and it is not used after this; work on its memory has completed; it has no registrar.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_destroy(allocator: *mut DeviceAllocator) -> symmalloc_status {
-    release(|| {
-        finish_deferred();
-        take_back(allocator, "allocator").map(drop)
-    })
+    release(|| take_back(allocator, "allocator").map(drop))
 }
 
 /// Allocates from a pool for work on a stream. Writes a null pointer for zero bytes.
@@ -143,8 +140,8 @@ pub unsafe extern "C" fn symmalloc_register_stream_in(
 /// `allocator` is live.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_free(allocator: *mut DeviceAllocator, pointer: *mut c_void) -> symmalloc_status {
-    // SAFETY: the caller's contract, and any thread may free an allocation.
-    unsafe { release_or_defer(move || living(allocator)?.free(pointer)) }
+    // SAFETY: the caller's contract.
+    release_or_defer(move || unsafe { living(allocator) }?.free(pointer))
 }
 
 /// Records that work on another stream uses the allocation. After the free, the next user of the memory waits for that work on the

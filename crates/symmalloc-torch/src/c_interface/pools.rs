@@ -82,8 +82,8 @@ pub unsafe extern "C" fn symmalloc_pool_reset(
 /// `allocator` is live.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_pool_destroy(allocator: *mut DeviceAllocator, pool: u32) -> symmalloc_status {
-    // SAFETY: the caller's contract, and any thread may destroy a pool.
-    unsafe { release_or_defer(move || living(allocator)?.destroy_pool(PoolId(pool))) }
+    // SAFETY: the caller's contract.
+    release_or_defer(move || unsafe { living(allocator) }?.destroy_pool(PoolId(pool)))
 }
 
 /// Grows a stream's device memory in a pool to at least `bytes`, for later allocations.

@@ -59,8 +59,8 @@ pub unsafe extern "C" fn symmalloc_free_unordered(
     allocator: *mut DeviceAllocator,
     pointer: *mut c_void,
 ) -> symmalloc_status {
-    // SAFETY: the caller's contract, and any thread may free an allocation.
-    unsafe { release_or_defer(move || living(allocator)?.free_unordered(pointer)) }
+    // SAFETY: the caller's contract.
+    release_or_defer(move || unsafe { living(allocator) }?.free_unordered(pointer))
 }
 
 /// Frees an allocation after the work submitted to this stream so far, regardless of the stream of its allocation, for callers that
@@ -74,8 +74,8 @@ pub unsafe extern "C" fn symmalloc_free_on(
     pointer: *mut c_void,
     stream: *mut c_void,
 ) -> symmalloc_status {
-    // SAFETY: the caller's contract, and any thread may free an allocation.
-    unsafe { release_or_defer(move || living(allocator)?.free_on(pointer, RawStream::new(stream))) }
+    // SAFETY: the caller's contract.
+    release_or_defer(move || unsafe { living(allocator)?.free_on(pointer, RawStream::new(stream)) })
 }
 
 /// The stream of ONNX Runtime's sessions, by device.

@@ -111,7 +111,7 @@ pub extern "C" fn symmalloc_torch_is_forked() -> bool {
 
 /// Frees an allocation. `device` is a hint. Writes the size of the block to `block_bytes`, which may be NULL. Failures are counted,
 /// and standard error shows the first one, because PyTorch frees in destructors. Inside a callback, the free takes effect before the next
-/// call outside of callbacks, and writes no size.
+/// call of this thread outside of callbacks, and writes no size.
 ///
 /// # Safety
 /// `block_bytes` is NULL or valid for writing.
@@ -127,8 +127,7 @@ pub unsafe extern "C" fn symmalloc_torch_deallocate(
         if block_bytes.is_null() { Ok(()) } else { unsafe { write(block_bytes, "block_bytes", bytes) } }
     };
     let later = move || deallocate(device, pointer).map(drop);
-    // SAFETY: any thread may free an allocation.
-    unsafe { free_or_defer(now, later) }
+    free_or_defer(now, later)
 }
 
 /// Returns the size of the freed block; 0 for a null pointer and in a forked child.

@@ -134,8 +134,7 @@ pub extern "C" fn symmalloc_torch_release_use(device: i32, id_first: u64, id_sec
         let allocator = process::allocator(device)?;
         allocator.release_mempool((id_first, id_second)).inspect_err(|error| allocator.note(error))
     };
-    // SAFETY: any thread may release a use.
-    unsafe { release_or_defer(act) }
+    release_or_defer(act)
 }
 
 /// Returns the number of uses of the mempool with this id, or 0 inside a callback.

@@ -1,5 +1,5 @@
 //! Callbacks of the program that call the library: each call returns an error, and none blocks or calls the callback again. Only frees
-//! succeed, and take effect before the next call outside of the callback.
+//! succeed, and take effect before the next call of the thread outside of the callback.
 
 use crate::class_calls::{allocate, free};
 use crate::library::*;
@@ -212,5 +212,40 @@ stub_test!(frees_inside_a_callback_take_effect_before_the_next_call, {
         assert_eq!(symmalloc_torch_pool_uses(0, A.0, A.1), 0);
         assert!(allocator.try_allocate(pool, 512, null_mut()).is_err(), "the pool is destroyed");
         assert!(free(live) > 0);
+    });
+});
+
+unsafe extern "C" fn collect_tensors(_device: i32, _is_mapped: u32, _address: u64, _bytes: u64) {
+    let Some(garbage) = GARBAGE.lock().expect("no panic").take() else { return };
+    for tensor in garbage.tensors {
+        // SAFETY: a pointer that is not used after this, and no output.
+        done(unsafe { symmalloc_torch_deallocate(0, tensor as *mut c_void, null_mut()) });
+    }
+}
+
+// Otherwise, the calls of another thread would decide when a heap gets its block back, and so the next placement (D8).
+stub_test!(a_deferred_free_waits_for_its_own_thread, {
+    within_a_deadline(|| {
+        let live = move || {
+            let mut counts = symmalloc_counts::default();
+            // SAFETY: an output pointer.
+            done(unsafe { symmalloc_torch_counts(0, &raw mut counts) });
+            counts.allocated_bytes[0].current
+        };
+        let on_another_thread = || std::thread::scope(|scope| scope.spawn(live).join().expect("no panic"));
+        let defer = move || {
+            let tensors = vec![allocate(3 * MIB, null_mut(), 0)];
+            let garbage = Garbage { tensors, pointer: 0, allocator: 0, pool: 0 };
+            *GARBAGE.lock().expect("no panic") = Some(garbage);
+            // SAFETY: the function may be called on any thread.
+            unsafe { symmalloc_torch_on_memory(Some(collect_tensors)) };
+            allocate(500 * MIB, null_mut(), 0);
+            assert!(GARBAGE.lock().expect("no panic").is_none(), "the callback ran");
+        };
+        defer();
+        assert_eq!(on_another_thread(), 503 << 20, "the other thread runs no release of this one");
+        assert_eq!(live(), 500 << 20);
+        std::thread::scope(|scope| scope.spawn(defer).join().expect("no panic"));
+        assert_eq!(live(), 1000 << 20, "the end of a thread runs its releases");
     });
 });
