@@ -156,7 +156,7 @@ def pack(wheels: Path, parts: Path, arch: int, kept: list[str]) -> None:
     """Writes the bundle. Raises `Broken`."""
     found = sorted(wheels.glob("*.whl"))
     if not found:
-        raise Broken(f"{wheels} has no wheels: fill it as this file's documentation says")
+        raise Broken(f"{wheels} has no wheels: fill it as the documentation of this file describes")
     parts.mkdir(parents=True, exist_ok=True)
     if any(parts.iterdir()):
         raise Broken(f"{parts} is not empty: empty it, or give another folder")
