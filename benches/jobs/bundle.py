@@ -38,7 +38,10 @@ LARGE_BYTES = 1 << 20
 """Smaller files are neither pruned nor stripped."""
 UNUSED = (
     "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so", "vllm/third_party/deep_gemm", "triton/backends/amd/lib", "triton/instrumentation",
-    "triton/backends/nvidia/lib/cupti*", "pycountry/locales",
+    "triton/backends/nvidia/lib/cupti*", "triton/backends/nvidia/bin/ptxas-blackwell", "triton/backends/nvidia/bin/cuobjdump",
+    "triton/backends/nvidia/bin/nvdisasm", "triton/_C/libproton.so", "torch/bin/protoc*", "pycountry/locales", "jedi/third_party",
+    "sgl_kernel/flash_ops*", "sgl_kernel/flashmla_ops*", "sgl_kernel/infllm_ops*", "sgl_kernel/sm100", "sglang/multimodal_gen",
+    "sglang/srt/rust_extensions/*.so", "sglang/kernels/jit/benchmark",
 )  # fmt: skip
 """What the jobs do not import."""
 CHECKSUM = "SHA256"

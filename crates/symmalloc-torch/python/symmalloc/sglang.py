@@ -8,8 +8,9 @@ Import it before `sglang`, whose kernels use CUDA when they are imported. SGLang
 install an allocator. `Engine` names the function that runs a scheduler. A spawned process imports this file to find that
 function, and so installs symmalloc first. The schedulers inherit `SYMMALLOC_CONF`, but not the arguments of an `install()` in the program.
 
-With data parallelism, SGLang's own function runs first in a scheduler's process. The program's main module, which a spawned process
-imports before that, must therefore import this file.
+With data parallelism, the first function of a process is one that SGLang does not let a program choose, and that imports SGLang's kernels:
+of the controller, and of each scheduler with data-parallel attention. Both are replaced in SGLang's `engine` by functions of this file,
+which call them. So it does not matter whether the program's main module imports this file.
 
 SGLang's memory saver (`--enable-memory-saver`) imports torch_memory_saver, whose hooks do not see symmalloc's memory. This file puts
 `symmalloc.torch_memory_saver` in its place.
@@ -35,13 +36,14 @@ if not installed():
 
 from . import torch_memory_saver as _saver
 
-if sys.modules.setdefault("torch_memory_saver", _saver) is not _saver:
+if not _saver.replace_original():
     warnings.warn(
         "torch_memory_saver was imported before symmalloc.sglang: SGLang's --enable-memory-saver will release nothing",
         RuntimeWarning,
         stacklevel=2,
     )
 
+from sglang.srt.entrypoints import engine as _engine
 from sglang.srt.entrypoints.engine import Engine as _Engine
 
 if not hasattr(_Engine, "run_scheduler_process_func"):
@@ -58,6 +60,26 @@ def run_scheduler_process(*arguments: Any, **named: Any) -> None:
     from sglang.srt.managers.scheduler import run_scheduler_process as run
 
     run(*arguments, **named)
+
+
+def run_scheduler_process_with_init_pipe(*arguments: Any, **named: Any) -> None:
+    """Runs a scheduler with data-parallel attention, as `run_scheduler_process` runs others."""
+    from sglang.srt.managers.data_parallel_controller import run_scheduler_process_with_init_pipe as run
+
+    run(*arguments, **named)
+
+
+def run_data_parallel_controller_process(*arguments: Any, **named: Any) -> None:
+    """Runs the controller of data parallelism. It starts schedulers, and its arguments name the function of this file that runs them."""
+    from sglang.srt.managers.data_parallel_controller import run_data_parallel_controller_process as run
+
+    run(*arguments, **named)
+
+
+for _first in (run_scheduler_process_with_init_pipe, run_data_parallel_controller_process):
+    # Not every version has both.
+    if hasattr(_engine, _first.__name__):
+        setattr(_engine, _first.__name__, _first)
 
 
 class Engine(_Engine):  # type: ignore[misc]

@@ -12,7 +12,8 @@
 The import installs symmalloc, so it comes before the program uses CUDA. It reads torch_memory_saver's environment variables:
 
     TMS_INIT_ENABLE              1: the whole process is a region with the tag "default", except for the blocks of other regions
-    TMS_INIT_ENABLE_CPU_BACKUP   1: that region has a backup
+    TMS_INIT_ENABLE_CPU_BACKUP   1: that region has a backup on the host
+    TMS_INIT_ENABLE_DISK_BACKUP  1: that region has a backup on disk
     TMS_INIT_CPU_BACKUP_BACKEND  the default of `cpu_backup_backend`: pinned or mmap
     TMS_RETAIN_CPU_BACKUP        1: the initial value of `retain_cpu_backup`
     TMS_DISK_BACKUP_DIR          the initial folder of backups on disk
@@ -20,13 +21,16 @@ The import installs symmalloc, so it comes before the program uses CUDA. It read
 Both hook modes are accepted, and behave alike: nothing is preloaded, graphs can be paused in both, and `TMS_INIT_ENABLE` works
 in both. A region covers the device that is current when it begins. Unlike the original's, a failed pause or resume raises, and
 leaves the pool with its memory or asleep with its backup. Backups on disk are files without a name, so the folder looks empty.
+
+`replace_original()` also serves programs that import torch_memory_saver themselves. Its modules, such as `hooks` and `utils`, are in
+`symmalloc.torch_memory_saver_names`, and its C functions in `symmalloc.torch_memory_saver_regions`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from ctypes import c_uint8
 from typing import TYPE_CHECKING, Any
 
@@ -40,27 +44,31 @@ from .pool import known as known_pool
 from .scopes import use_mem_pool
 from .sleeping import Backup, Tagged, backup_of, keep_in, tagged_pools
 from .state import allocator, installed
+from .torch_memory_saver_regions import BinaryWrapper, Functions, Region, Regions
 
 if TYPE_CHECKING:
     import torch
 
 DEFAULT_TAG = "default"
 HOOK_MODES = ("preload", "torch")
+_registered_modes: dict[str, Callable[[], Any]] = {}
 
 
-class TorchMemorySaver:
-    """The class of `torch_memory_saver`, of which a process has one."""
-
-    enabled = True
+class Implementation:
+    """The implementation of both hook modes."""
 
     def __init__(self) -> None:
-        self._hook_mode = "preload"
         self._backend = os.environ.get("TMS_INIT_CPU_BACKUP_BACKEND") or "pinned"
         self._retains = _is_set("TMS_RETAIN_CPU_BACKUP")
         self._whole_process: Backup | None = None
-        backup = backup_of(True, False, self._backend)
+        has_cpu, has_disk = _is_set("TMS_INIT_ENABLE_CPU_BACKUP"), _is_set("TMS_INIT_ENABLE_DISK_BACKUP")
+        # Also without a region of the whole process, so that an unknown backend is an error at once.
+        backup_of(True, False, self._backend)
         if _is_set("TMS_INIT_ENABLE"):
-            self._whole_process = backup if _is_set("TMS_INIT_ENABLE_CPU_BACKUP") else Backup(Contents.DROP)
+            self._whole_process = backup_of(has_cpu, has_disk, self._backend if has_cpu else None)
+        whole = Region(self._whole_process is not None, DEFAULT_TAG, has_cpu, self._backend, has_disk)
+        self._regions = Regions(whole)
+        self._binary_wrapper = BinaryWrapper(Functions(self, self._regions))
         if not installed():
             conf = os.environ.get("SYMMALLOC_CONF")
             if self._whole_process is not None:
@@ -77,7 +85,10 @@ class TorchMemorySaver:
     ) -> Iterator[None]:
         """Directs this thread's allocations on the current device to memory that `pause(tag)` releases, as `symmalloc.region`."""
         backend = self._backend_for(enable_cpu_backup, cpu_backup_backend)
-        with sleeping.region(tag, enable_cpu_backup, enable_disk_backup, backend):
+        with (
+            sleeping.region(tag, enable_cpu_backup, enable_disk_backup, backend),
+            self._block(tag, enable_cpu_backup, backend, enable_disk_backup),
+        ):
             yield
 
     @contextmanager
@@ -97,7 +108,8 @@ class TorchMemorySaver:
         the capture are undefined after `resume` until the next replay.
         """
         torch = import_torch("cuda_graph()")
-        backup = backup_of(enable_cpu_backup, False, self._backend_for(enable_cpu_backup, cpu_backup_backend))
+        backend = self._backend_for(enable_cpu_backup, cpu_backup_backend)
+        backup = backup_of(enable_cpu_backup, False, backend)
         captured_buffers.turn_off()
         with torch.cuda.graph(cuda_graph, pool=pool, stream=stream, capture_error_mode=capture_error_mode):
             device = device_index()
@@ -106,7 +118,8 @@ class TorchMemorySaver:
             first = torch.empty(1, dtype=torch.uint8, device=device)
             number = of.placement_of(first.data_ptr()).pool
             del first
-            yield
+            with self._block(tag, enable_cpu_backup, backend, False):
+                yield
         sleeping.tag_graph_pool(device, number, tag)
         add_tagged_device(device)
         keep_in(of, device, number, backup)
@@ -123,7 +136,7 @@ class TorchMemorySaver:
         device = device_index()
         pool = MemPool(symmetric=False, conf="segments:expandable", device=device)
         try:
-            with use_mem_pool(pool):
+            with use_mem_pool(pool), self._regions.block(interesting=False):
                 yield
         finally:
             pool.close()
@@ -173,17 +186,6 @@ class TorchMemorySaver:
         sleeping.set_backup_folder(path)
 
     @property
-    def hook_mode(self) -> str:
-        """ "preload" or "torch". Both behave alike here."""
-        return self._hook_mode
-
-    @hook_mode.setter
-    def hook_mode(self, mode: str) -> None:
-        if mode not in HOOK_MODES:
-            raise InvalidArgument(f"unknown hook_mode={mode!r}: use one of {HOOK_MODES}")
-        self._hook_mode = mode
-
-    @property
     def retain_cpu_backup(self) -> bool:
         """True: `resume` keeps backups on the host, where the next `pause` reuses their memory. Files are not retained."""
         return self._retains
@@ -209,6 +211,13 @@ class TorchMemorySaver:
             raise InvalidArgument(f"memory_margin_bytes={value} must be from 0 to below the device's {total} bytes")
         torch.cuda.set_per_process_memory_fraction((total - value) / total)
 
+    def _block(self, tag: str, cpu: bool, backend: str | None, disk: bool) -> AbstractContextManager[None]:
+        """Notes the region for the C functions, inside a `with` block."""
+        named = {} if backend is None else {"cpu_backup_backend": backend}
+        return self._regions.block(
+            interesting=True, tag=tag, enable_cpu_backup=cpu, enable_disk_backup=disk, **named
+        )
+
     def _backend_for(self, enable_cpu_backup: bool, backend: str | None) -> str | None:
         return self._backend if enable_cpu_backup and backend is None else backend
 
@@ -223,6 +232,102 @@ class TorchMemorySaver:
         for tagged in tagged_pools():
             if known_pool(tagged.device, tagged.pool) is None and not _has_backup(tagged):
                 keep_in(tagged.of, tagged.device, tagged.pool, self._whole_process)
+
+
+class TorchMemorySaver:
+    """The class of `torch_memory_saver`, of which a process has one. It passes all calls to the implementation of its hook mode."""
+
+    enabled = True
+
+    def __init__(self) -> None:
+        self._hook_mode = "preload"
+        self._ours = Implementation()
+        self._impl: Any = self._ours
+
+    def region(self, *arguments: Any, **named: Any) -> AbstractContextManager[None]:
+        """See `Implementation.region`."""
+        return self._impl.region(*arguments, **named)  # type: ignore[no-any-return]
+
+    def cuda_graph(self, *arguments: Any, **named: Any) -> AbstractContextManager[None]:
+        """See `Implementation.cuda_graph`."""
+        return self._impl.cuda_graph(*arguments, **named)  # type: ignore[no-any-return]
+
+    def disable(self, *arguments: Any, **named: Any) -> AbstractContextManager[None]:
+        """See `Implementation.disable`."""
+        return self._impl.disable(*arguments, **named)  # type: ignore[no-any-return]
+
+    def pause(self, tag: str | None = None) -> None:
+        """See `Implementation.pause`."""
+        self._impl.pause(tag=tag)
+
+    def resume(self, tag: str | None = None) -> None:
+        """See `Implementation.resume`."""
+        self._impl.resume(tag=tag)
+
+    def get_cpu_backup(self, x: torch.Tensor, zero_copy: bool = False) -> torch.Tensor | None:
+        """See `Implementation.get_cpu_backup`."""
+        return self._impl.get_cpu_backup(x, zero_copy=zero_copy)  # type: ignore[no-any-return]
+
+    def set_disk_backup_dir(self, path: str | os.PathLike[str]) -> None:
+        """See `Implementation.set_disk_backup_dir`."""
+        self._impl.set_disk_backup_dir(path)
+
+    @property
+    def hook_mode(self) -> str:
+        """ "preload" or "torch", which behave alike here, or the name of a registered mode."""
+        return self._hook_mode
+
+    @hook_mode.setter
+    def hook_mode(self, mode: str) -> None:
+        if mode not in HOOK_MODES and mode not in _registered_modes:
+            known = (*HOOK_MODES, *_registered_modes)
+            raise InvalidArgument(f"unknown hook_mode={mode!r}: use one of {known}, or call register_hook_mode() before")
+        self._impl = self._ours if mode in HOOK_MODES else _registered_modes[mode]()
+        self._hook_mode = mode
+
+    @property
+    def retain_cpu_backup(self) -> bool:
+        """See `Implementation.retain_cpu_backup`."""
+        return self._impl.retain_cpu_backup  # type: ignore[no-any-return]
+
+    @retain_cpu_backup.setter
+    def retain_cpu_backup(self, value: bool) -> None:
+        self._impl.retain_cpu_backup = value
+
+    @property
+    def memory_margin_bytes(self) -> int:
+        """See `Implementation.memory_margin_bytes`."""
+        return self._impl.memory_margin_bytes  # type: ignore[no-any-return]
+
+    @memory_margin_bytes.setter
+    def memory_margin_bytes(self, value: int) -> None:
+        self._impl.memory_margin_bytes = value
+
+    def _ensure_initialized(self) -> None:
+        """Does nothing: the import has initialized everything. Programs call it before they use `_impl`."""
+
+
+def register_hook_mode(name: str, factory: Callable[[], Any], *, uses_preload: bool = True) -> None:
+    """Registers another implementation, which `hook_mode = name` selects.
+
+    factory       returns an object with the methods of `Implementation` that the program calls
+    uses_preload  ignored: nothing is preloaded
+
+    Not in torch_memory_saver 0.0.10. Raises `InvalidArgument` if the name is taken.
+    """
+    if name in HOOK_MODES or name in _registered_modes:
+        raise InvalidArgument(f"hook mode {name!r} is already registered: use another name")
+    _registered_modes[name] = factory
+
+
+def replace_original() -> bool:
+    """Puts this module in the place of torch_memory_saver, for later imports of this process: also `torch_memory_saver.hooks` and others.
+
+    Returns `False`, and changes nothing, if the original was imported before.
+    """
+    from . import torch_memory_saver_names
+
+    return torch_memory_saver_names.replace()
 
 
 @contextmanager

@@ -300,6 +300,65 @@ class SGLang(unittest.TestCase):
         done = needs.process(program)
         self.assertEqual(done.returncode, 0, done.stderr)
 
+    def test_processes_of_data_parallelism_install_symmalloc_first_without_the_programs_main_module(self) -> None:
+        begin = f"""
+        import pickle, sys
+        import symmalloc
+        sys.path.insert(0, {str(FAKE_SGLANG)!r})
+        from symmalloc import installation
+        seen = []
+        def install():
+            seen.append([name for name in sys.modules if name.startswith("sglang")])
+            symmalloc.state.installed_with = (None, None)
+        installation.install = install
+        """
+        parent = """
+        from symmalloc.sglang import Engine
+        from sglang.srt.entrypoints import engine
+        first = engine.run_scheduler_process_with_init_pipe, engine.run_data_parallel_controller_process
+        print(pickle.dumps([*first, Engine.run_scheduler_process_func]).hex())
+        """
+        done = needs.process(begin + parent)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        child = f"""
+        scheduler_first, controller_first, run = pickle.loads(bytes.fromhex({done.stdout.strip()!r}))
+        assert seen == [[]], seen
+        scheduler_first(run, 7)
+        controller_first(run_scheduler_process_func=run)
+        from sglang.srt.managers import scheduler
+        assert scheduler.calls == [((7,), {{}}), "controller", ((), {{}})], scheduler.calls
+        """
+        done = needs.process(begin + child)
+        self.assertEqual(done.returncode, 0, done.stderr)
+
+    def test_all_modules_of_torch_memory_saver_are_replaced(self) -> None:
+        program = f"""
+        import os, sys, symmalloc
+        sys.path.insert(0, {str(FAKE_SGLANG)!r})
+        symmalloc.state.installed_with = (None, None)
+        import symmalloc.sglang
+        from torch_memory_saver import TorchMemorySaver, configure_subprocess, register_hook_mode, torch_memory_saver
+        from torch_memory_saver.entrypoint import TorchMemorySaver as same
+        from torch_memory_saver.hooks.base import HookMode, HookUtilBase
+        from torch_memory_saver.hooks.mode_preload import HookUtilModePreload
+        from torch_memory_saver.hooks.mode_torch import HookUtilModeTorch
+        from torch_memory_saver.binary_wrapper import BinaryWrapper
+        from torch_memory_saver.testing_utils import empty_cache, get_and_print_gpu_memory, get_device
+        from torch_memory_saver.utils import change_env, get_binary_path_from_package
+        import torch_memory_saver.utils as utils, torch_memory_saver.hooks as hooks
+        assert same is TorchMemorySaver and type(torch_memory_saver) is same and hooks.base.HookMode is HookMode
+        path = get_binary_path_from_package("torch_memory_saver_hook_mode_preload")
+        assert path.is_file() and HookUtilBase.create("torch").get_path_binary() == str(path)
+        assert isinstance(HookUtilBase.create("preload"), HookUtilModePreload)
+        with change_env("AN_UNSET_VARIABLE", "1"):
+            assert os.environ["AN_UNSET_VARIABLE"] == "1"
+        assert "AN_UNSET_VARIABLE" not in os.environ
+        torch_memory_saver._ensure_initialized()
+        assert isinstance(torch_memory_saver._impl._binary_wrapper, BinaryWrapper)
+        """
+        done = needs.process(program)
+        self.assertEqual(done.returncode, 0, done.stderr)
+
     def test_an_sglang_without_the_function_is_refused(self) -> None:
         program = f"""
         import sys, symmalloc

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import unittest
 
 import needs
@@ -207,6 +208,104 @@ saver.pause("gradients")
 assert holds(weights, 4)
 saver.resume()
 """, TMS_INIT_ENABLE="1", TMS_INIT_ENABLE_CPU_BACKUP="1", TMS_INIT_CPU_BACKUP_BACKEND="mmap")  # fmt: skip
+
+    def test_the_c_functions_read_and_change_the_region_of_the_thread(self) -> None:
+        self.succeeds("""
+tms = saver._impl._binary_wrapper.cdll
+def now():
+    return (tms.tms_get_interesting_region(), tms.tms_get_current_tag(), tms.tms_get_enable_cpu_backup(),
+            tms.tms_get_cpu_backup_backend(), tms.tms_get_enable_disk_backup())
+def tag_of(tensor):
+    of = symmalloc.allocator(0)
+    pool = of.placement_of(tensor.data_ptr()).pool
+    return next(entry["tag"] for entry in of.stats()["pools"] if entry["pool"] == pool)
+def is_paused(tensor):
+    before = torch.cuda.memory_reserved()
+    assert tms.tms_pause(None) == 0
+    there = saver.get_cpu_backup(tensor) is not None
+    assert tms.tms_resume(None) == 0
+    return there
+outside = (False, b"default", False, b"pinned", False)
+assert now() == outside
+with saver.region(tag="weights", enable_cpu_backup=True, cpu_backup_backend="mmap"):
+    assert now() == (True, b"weights", True, b"mmap", False)
+    weights = empty(4 * MIB)
+    tms.tms_set_interesting_region(False)
+    assert now()[0] is False
+    buffers = empty(4 * MIB)
+    tms.tms_set_interesting_region(True)
+    more = empty(4 * MIB)
+    with saver.disable():
+        assert now()[0] is False
+    tms.tms_set_interesting_region(False)
+assert now() == outside, "the end of a block undoes its changes"
+assert (tag_of(weights), tag_of(buffers), tag_of(more), tag_of(empty(MIB))) == ("weights", None, "weights", None)
+fill(buffers, 9)
+assert is_paused(weights) and is_paused(more) and not is_paused(buffers) and holds(buffers, 9)
+
+tms.tms_set_current_tag(b"cache"); tms.tms_set_enable_cpu_backup(True); tms.tms_set_interesting_region(True)
+assert now() == (True, b"cache", True, b"pinned", False)
+cache = empty(4 * MIB)
+tms.tms_set_current_tag(b"other")
+other = empty(4 * MIB)
+tms.tms_set_cpu_backup_backend(b"mmap")
+mapped = empty(4 * MIB)
+tms.tms_set_interesting_region(False)
+assert [tag_of(one) for one in (cache, other, mapped, empty(MIB))] == ["cache", "other", "other", None]
+fill(cache, 3)
+tms.tms_pause(b"cache")
+pointer = tms.tms_get_cpu_backup_pointer(ctypes.cast(cache.data_ptr(), ctypes.POINTER(ctypes.c_uint8)), MIB)
+assert pointer and pointer[0] == 3 and not tms.tms_get_cpu_backup_pointer(other.data_ptr(), MIB)
+tms.tms_resume(b"cache")
+tms.tms_set_retain_cpu_backup(True)
+assert tms.tms_get_retain_cpu_backup() and saver.retain_cpu_backup
+raises(ValueError, "'pinned' or 'mmap'", lambda: (tms.tms_set_cpu_backup_backend(b"disk"), tms.tms_set_interesting_region(True)))
+assert now()[0] is False
+import threading
+thread = threading.Thread(target=lambda: tms.tms_set_interesting_region(True)); thread.start(); thread.join()
+assert now()[0] is False and tag_of(empty(MIB)) is None
+""")
+
+    def test_the_region_of_the_process_excludes_buffers_and_may_be_on_disk(self) -> None:
+        self.succeeds("""
+tms = saver._impl._binary_wrapper.cdll
+saver.set_disk_backup_dir(tempfile.mkdtemp())
+assert tms.tms_get_interesting_region() and tms.tms_get_enable_disk_backup() and not tms.tms_get_enable_cpu_backup()
+weights = empty(4 * MIB)
+tms.tms_set_interesting_region(False)
+buffers = empty(4 * MIB)
+tms.tms_set_interesting_region(True)
+fill(weights, 4); fill(buffers, 5)
+saver.pause()
+assert holds(buffers, 5) and bool((saver.get_cpu_backup(weights) == 4).all())
+saver.resume()
+assert holds(weights, 4)
+""", TMS_INIT_ENABLE="1", TMS_INIT_ENABLE_DISK_BACKUP="1", TMS_DISK_BACKUP_DIR=tempfile.gettempdir())  # fmt: skip
+
+    def test_another_implementation_can_be_registered(self) -> None:
+        self.succeeds("""
+from contextlib import contextmanager
+from symmalloc.torch_memory_saver import register_hook_mode
+calls = []
+class Other:
+    @contextmanager
+    def region(self, tag, enable_cpu_backup=False):
+        calls.append(("region", tag)); yield
+    def pause(self, tag):
+        calls.append(("pause", tag))
+raises(ValueError, "register_hook_mode", lambda: setattr(saver, "hook_mode", "other"))
+register_hook_mode("other", Other, uses_preload=False)
+raises(ValueError, "already registered", lambda: register_hook_mode("other", Other))
+raises(ValueError, "already registered", lambda: register_hook_mode("torch", Other))
+saver.hook_mode = "other"
+with saver.region(tag="weights"):
+    pass
+saver.pause("weights")
+assert calls == [("region", "weights"), ("pause", "weights")] and saver.hook_mode == "other"
+saver.hook_mode = "preload"
+saver.pause("weights")
+assert len(calls) == 2
+""")
 
     def test_wrong_arguments_raise_typed_errors(self) -> None:
         self.succeeds("""

@@ -1,4 +1,4 @@
-"""An engine that generates tokens from the prompt alone, and has the parts of SGLang 0.5.17's that a program replaces.
+"""An engine that generates tokens from the prompt alone, and has the parts of SGLang's that a program replaces.
 
 `FAKE_SGLANG` changes the behavior of servers: `KIND:crash`, `KIND:wrong` or `KIND:without` (the installation), separated by `;`.
 KIND is `install` if the job asks for symmalloc, and `/1` with symmetric memory or `/0`, as in `install/1`.
@@ -8,6 +8,10 @@ import os
 import sys
 
 import torch
+from sglang.srt.managers.data_parallel_controller import (
+    run_data_parallel_controller_process,  # noqa: F401
+    run_scheduler_process_with_init_pipe,  # noqa: F401
+)
 
 
 class Engine:
