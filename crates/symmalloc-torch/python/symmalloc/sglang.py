@@ -12,6 +12,9 @@ With data parallelism, the first function of a process is one that SGLang does n
 of the controller, and of each scheduler with data-parallel attention. Both are replaced in SGLang's `engine` by functions of this file,
 which call them. So it does not matter whether the program's main module imports this file.
 
+With `SGLANG_ENABLE_GRAPH_POOL_BORROW`, a `torch.cuda.MemPool` allocates in the free parts of the memory of CUDA graphs. symmalloc requires
+segments that begin at a multiple of 2 MiB, so the schedulers offer it only the aligned part of each free part.
+
 SGLang's memory saver (`--enable-memory-saver`) imports torch_memory_saver, whose hooks do not see symmalloc's memory. This file puts
 `symmalloc.torch_memory_saver` in its place.
 
@@ -24,6 +27,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -55,11 +59,38 @@ OTHER_SERVERS = ("encoder_only", "grpc_mode", "smg_grpc_mode", "use_ray")
 """Options of servers that start their schedulers in another way."""
 
 
+SEGMENT_BYTES = 2 << 20
+"""The alignment of segments that a pool takes from another allocator."""
+
+
 def run_scheduler_process(*arguments: Any, **named: Any) -> None:
     """Runs a scheduler of SGLang. Its process has imported this file, and so has symmalloc installed."""
     from sglang.srt.managers.scheduler import run_scheduler_process as run
 
+    _align_borrowed_memory()
     run(*arguments, **named)
+
+
+def _align_borrowed_memory() -> None:
+    """Makes SGLang borrow only the aligned parts of the memory of graphs, if this version borrows."""
+    try:
+        from sglang.srt.model_executor.runner_utils import pool
+    except ImportError:
+        return
+    find: Callable[[Any], list[tuple[int, int]]] | None = getattr(pool, "find_free_graph_pool_runs", None)
+    if find is None:
+        return
+
+    def aligned(pool_id: Any) -> list[tuple[int, int]]:
+        runs = []
+        for address, size_bytes in find(pool_id):
+            begin = -(-address // SEGMENT_BYTES) * SEGMENT_BYTES
+            end = (address + size_bytes) // SEGMENT_BYTES * SEGMENT_BYTES
+            if begin < end:
+                runs.append((begin, end - begin))
+        return sorted(runs, key=lambda run: run[1], reverse=True)
+
+    pool.find_free_graph_pool_runs = aligned
 
 
 def run_scheduler_process_with_init_pipe(*arguments: Any, **named: Any) -> None:

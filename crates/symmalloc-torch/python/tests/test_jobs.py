@@ -296,6 +296,9 @@ class SGLang(unittest.TestCase):
         Engine.run_scheduler_process_func(1, tp_rank=0)
         from sglang.srt.managers import scheduler
         assert scheduler.calls == [((1,), {{"tp_rank": 0}})], scheduler.calls
+        from sglang.srt.model_executor.runner_utils import pool
+        MIB = pool.MIB
+        assert pool.find_free_graph_pool_runs(None) == [(8 * MIB, 6 * MIB), (22 * MIB, 6 * MIB)], "aligned parts only"
         """
         done = needs.process(program)
         self.assertEqual(done.returncode, 0, done.stderr)
