@@ -17,15 +17,20 @@ from pathlib import Path
 from typing import Any
 
 INSTALL = "SGLANG_SERVE_INSTALL"
-"""Installs symmalloc on import if it is 1. The server sets it after its own import, for the processes that it starts."""
+"""How this file installs symmalloc on import: `install`, or `sglang` for `symmalloc.sglang`; not at all if it is empty. The server sets it
+after its own import, for the processes that it starts.
+"""
 NVLS = "SGLANG_SERVE_NVLS"
 """The value of `NCCL_NVLS_ENABLE`, which SGLang sets to 1 for symmetric memory, whatever it was."""
 
 faulthandler.register(signal.SIGUSR1)
-if os.environ.get(INSTALL) == "1":
-    import symmalloc
+if how := os.environ.get(INSTALL):
+    if how == "sglang":
+        import symmalloc.sglang
+    else:
+        import symmalloc
 
-    symmalloc.install()
+        symmalloc.install()
 
 
 def run_scheduler(*arguments: Any, **named: Any) -> None:
@@ -35,7 +40,10 @@ def run_scheduler(*arguments: Any, **named: Any) -> None:
 
     _count_windows()
     scheduler.Scheduler.job_facts = _facts
-    scheduler.run_scheduler_process(*arguments, **named)
+    run = scheduler.run_scheduler_process
+    if os.environ[INSTALL] == "sglang":
+        from symmalloc.sglang import run_scheduler_process as run
+    run(*arguments, **named)
 
 
 def _count_windows() -> None:
@@ -45,7 +53,7 @@ def _count_windows() -> None:
     source = pynccl_allocator.nccl_allocator_source
     begin, register = 'extern "C" {\n', "ncclResult_t res = ncclCommWindowRegister("
     if source.count(begin) != 1 or source.count(register) != 1:
-        raise RuntimeError("this SGLang registers windows in another way: use the version of sglang_wheels.txt")
+        raise RuntimeError("this SGLang registers windows in another way: use a version of sglang_serve.VERSIONS")
     source = source.replace(begin, begin + "size_t job_windows = 0, job_window_bytes = 0;\n")
     source = source.replace(register, "++job_windows, job_window_bytes += seg.size;\n" + register)
     pynccl_allocator.nccl_allocator_source = source

@@ -57,6 +57,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,6 +98,10 @@ class Kind:
     """The backend of the sleep mode. Versions without backends have only this one."""
     graphs_sleep: bool = False
     """`True` if the memory of CUDA graphs sleeps as well."""
+
+    def resembles(self, other: Kind) -> bool:
+        """Returns `True` if the speed of the two can be compared: if both use the same all-reduce."""
+        return (self.has_windows, self.has_custom) == (other.has_windows, other.has_custom)
 
     def sleep_options(self) -> dict[str, Any]:
         """Returns vLLM's options for the sleep mode that differ from its defaults."""
@@ -303,6 +308,8 @@ class Setup:
 class Server:
     """A process that serves the requests."""
 
+    kinds: Mapping[str, Kind] = KINDS
+
     def __init__(self, name: str, setup: Setup, *, has_sleep: bool = False) -> None:
         """Starts the process, without waiting for it."""
         self.name, self._answer_seconds = name, setup.answer_seconds
@@ -323,7 +330,7 @@ class Server:
 
     def ready(self) -> dict[str, Any]:
         """Waits until the engine has started. Raises `Unusable` if its workers do not have the allocator of this kind."""
-        answer, has_symmalloc = self._answer(), bool(KINDS[self.name].plug_in)
+        answer, has_symmalloc = self._answer(), bool(self.kinds[self.name].plug_in)
         if any(worker["installed"] != has_symmalloc for worker in answer["workers"]):
             raise Unusable(f"a worker of {self.name} has another allocator, see `installed`: {answer['workers']}")
         return answer
@@ -607,10 +614,14 @@ def compare(
 
 
 def evaluate(
-    report: dict[str, Any], field: Field, warm: dict[str, dict[str, Any]], rounds: dict[str, list[dict[str, Any]]]
+    report: dict[str, Any],
+    field: Field,
+    warm: dict[str, dict[str, Any]],
+    rounds: dict[str, list[dict[str, Any]]],
+    known: Mapping[str, Kind] = KINDS,
 ) -> None:
     """Adds the figures of each server that did not fail, compared with native. Raises `Unusable` without a native server."""
-    natives = [name for name in field.names if not KINDS[name].plug_in]
+    natives = [name for name in field.names if not known[name].plug_in]
     if not natives:
         raise Unusable(f"no native server is left: {report}")
     for name in field.names:
@@ -629,18 +640,14 @@ def evaluate(
     report["requests_where_native_repeats_itself"] = len(stable)
     first = rounds[natives[0]][0]["digests"]
     for name in field.names:
-        if KINDS[name].plug_in:
+        if known[name].plug_in:
             report[name]["equal_requests"] = sum(
                 all(one["digests"][at] == first[at] for one in rounds[name]) for at in stable
             )
-        alike = [native for native in natives if all_reduce(KINDS[native]) == all_reduce(KINDS[name])]
+        alike = [native for native in natives if known[native].resembles(known[name])]
         reference = (alike or natives)[0]
         report[name]["speed"] = report[name]["tokens_per_second"] / report[reference]["tokens_per_second"]
         report[name]["speed_compared_with"] = reference
-
-
-def all_reduce(kind: Kind) -> tuple[bool, bool]:
-    return kind.has_windows, kind.has_custom
 
 
 def slept_or_failed(cycles: Cycles, server: Server) -> Any:
@@ -664,7 +671,7 @@ def sleep(setup: Setup, name: str, cycles: Cycles) -> Any:
         server.end()
 
 
-def kinds(known: dict[str, Kind]) -> Any:
+def kinds(known: Mapping[str, Kind]) -> Any:
     """Returns a reader of lists of kinds, for a command line."""
 
     def read(text: str) -> list[str]:

@@ -388,6 +388,53 @@ class Parts(unittest.TestCase):
                 stack.begin(Rank(0, 2, Path(folder)))
                 self.assertEqual(install.call_count, 2 * (allocator == "symmalloc"), allocator)
 
+    def test_sglangs_context_registers_on_its_own_communicator_and_leaves_the_pool_of_a_captured_graph(self) -> None:
+        entered, graph_pools = [], []
+
+        @contextlib.contextmanager
+        def context(group: Any) -> Any:
+            entered.append(group.pynccl_comm)
+            yield
+
+        torch = mock.MagicMock(__version__="2.14.1")
+        module = mock.MagicMock(SymmetricMemoryContext=context, set_graph_pool_id=graph_pools.append)
+        module.get_nccl_mem_pool.return_value.snapshot.return_value = [{"address": 4096, "total_size": 1 << 21}]
+        communicator = mock.MagicMock(disabled=False)
+        pynccl = mock.MagicMock(PyNcclCommunicator=mock.Mock(return_value=communicator))
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch.dict(sys.modules, {"torch": torch}),
+            mock.patch.dict(os.environ),
+            mock.patch.object(pools, "version", return_value=23007),
+            mock.patch.object(pools, "_sglang", return_value=(module, pynccl)) as imported,
+            mock.patch.object(pools, "Communicator"),
+            mock.patch.object(pools.importlib.metadata, "version", return_value="0.5.23"),
+        ):
+            stack = Gpus("sglang", devices=[0, 1])
+            stack.configure()
+            self.assertEqual(imported.call_count, 0, "the process that forks the ranks must not use CUDA")
+            self.assertEqual(stack.probe()["sglang"], "0.5.23")
+            module.get_nccl_mem_pool.assert_called_once_with()
+            rank = Rank(0, 2, Path(folder))
+            stack.begin(rank)
+            pool = rank.allocator.pool()
+            torch.cuda.is_current_stream_capturing.return_value = False
+            with pool.scope():
+                pass
+            rank.allocator.graph_pool = (0, 7)
+            torch.cuda.is_current_stream_capturing.return_value = True
+            with pool.scope():
+                pass
+            self.assertEqual((entered, graph_pools), ([communicator, communicator], [(0, 7)]))
+            self.assertEqual((pool.segments(), pool.link().name), ([(4096, 1 << 21)], "SGLang's communicator"))
+            with self.assertRaisesRegex(CannotRun, "SGLang's pool is registered on one communicator only"):
+                pool.link()
+            with self.assertRaisesRegex(CannotRun, "SGLang has one pool"):
+                rank.allocator.pool()
+            module.get_nccl_mem_pool.side_effect = RuntimeError("no nvcc")
+            with self.assertRaisesRegex(CannotRun, "could not compile its allocator for NCCL .no nvcc.*LIBRARY_PATH"):
+                stack.probe()
+
     def test_the_exit_code_depends_on_bad_verdicts_and_on_correct_ones(self) -> None:
         def code(*verdicts: Verdict) -> int:
             return exit_code([Outcome("case", "", verdict) for verdict in verdicts])

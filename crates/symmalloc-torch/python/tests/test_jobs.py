@@ -258,10 +258,36 @@ class SGLang(unittest.TestCase):
         self.assertEqual(report["symmalloc_windows"]["equal_requests"], 0)
         self.assertIn("the engine crashes", report["symmalloc"]["failed"])
 
+    def test_the_memory_saver_must_return_memory_and_keep_the_tokens(self) -> None:
+        options = ("--kinds", "native,symmalloc,native_saver,symmalloc_saver", "--rounds", "2", "--cycles", "4", "--together")
+        done, report = self.serve(*options)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        for name in ("native_saver", "symmalloc_saver"):
+            cycles = report[name]["cycles"]
+            self.assertEqual(cycles["returned_bytes"], {"kv_cache": 100, "weights": 100, "kv_cache+weights": 200})
+            self.assertEqual((cycles["equal_requests"], cycles["equal_to_the_last_round"]), (20, 20))
+            self.assertEqual(cycles["missing_bytes_after_resume"], 0)
+        self.assertEqual(report["symmalloc_saver"]["speed_compared_with"], "native_saver")
+        self.assertEqual(report["symmalloc"]["speed_compared_with"], "native")
+        self.assertNotIn("FAIL symmalloc_saver: 20", done.stdout)
+        for behavior, line in (
+            ("keeps", "FAIL symmalloc_saver: returned to the device {'kv_cache': 0, 'weights': 0, 'kv_cache+weights': 0}"),
+            ("forgets", "FAIL symmalloc_saver: 0 of 20 requests alike after 4 cycles"),
+            ("leaks", "FAIL symmalloc_saver: 268435456 bytes less free after a resume than before the cycles"),
+        ):
+            done, _ = self.serve(*options, FAKE_SGLANG=f"install/saver:{behavior}")
+            self.assertIn(line, done.stdout)
+
+    def test_a_pytorch_that_sglang_was_not_built_for_is_an_error(self) -> None:
+        done, _ = self.serve("--rounds", "1", FAKE_TORCH="2.11.0")
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn("SGLang 0.5.23 and PyTorch 2.11.0 do not fit: this job needs SGLang 0.5.17 (PyTorch 2.11.0)", done.stdout)
+
     def test_each_wheel_must_be_there_in_the_listed_version(self) -> None:
         job("vllm_serve")
         module = job("sglang_serve")
-        listed = [line for line in module.WHEELS.read_text().splitlines() if line and not line.startswith("#")]
+        self.assertEqual(set(module.WHEELS), set(module.VERSIONS))
+        listed = [line for line in module.WHEELS["0.5.23"].read_text().splitlines() if line and not line.startswith("#")]
         with tempfile.TemporaryDirectory() as path, mock.patch.object(module, "_installed_version", lambda _: None):
             folder = Path(path)
             for line in listed:
@@ -270,7 +296,7 @@ class SGLang(unittest.TestCase):
             self.assertEqual(len(module.check_wheels(folder)), len(listed))
             wheel = next(folder.glob("sglang-*"))
             wheel.rename(folder / "sglang-0.5.18-py3-none-any.whl")
-            with self.assertRaisesRegex(module.VersionMismatch, r"sglang is 0\.5\.18: this job needs 0\.5\.17"):
+            with self.assertRaisesRegex(module.VersionMismatch, r"sglang is 0\.5\.18: this job needs 0\.5\.17 or 0\.5\.23"):
                 module.check_wheels(folder)
             (folder / "sglang-0.5.18-py3-none-any.whl").unlink()
             with self.assertRaisesRegex(module.MissingWheel, "no wheel of sglang"):

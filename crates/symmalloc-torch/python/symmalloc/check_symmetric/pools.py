@@ -4,6 +4,7 @@ native            a `torch.cuda.MemPool` of `ncclMemAlloc`, registered by PyTorc
 expandable        a `torch.cuda.MemPool` with `expandable_segments:True`; windows over the segments of its snapshot
 cudaMallocAsync   the same with `backend:cudaMallocAsync`
 vllm              vLLM's `nccl_symm_mem_context`, on its own communicator
+sglang            SGLang's `SymmetricMemoryContext`, on its own communicator
 symmalloc         a `symmalloc.MemPool`, registered on this program's communicator
 module:function   the result of `function()`: a `torch.cuda.MemPool`, with windows over the segments of its snapshot
 """
@@ -18,12 +19,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from .nccl import WINDOWS_MINIMUM, Communicator, address_range, unique_id, version
 from .rank import CannotRun, Rank
 
-NAMES = ("native", "expandable", "cudaMallocAsync", "vllm", "symmalloc")
+NAMES = ("native", "expandable", "cudaMallocAsync", "vllm", "sglang", "symmalloc")
 CONFIGURATIONS = {"expandable": "expandable_segments:True", "cudaMallocAsync": "backend:cudaMallocAsync"}
 # The largest tensor of a case has 48 MiB.
 ELEMENTS_MAX = 12 << 20
@@ -39,6 +41,9 @@ VLLM_NOT_COMPILED = (
     "vLLM could not compile its allocator for NCCL, see its warning. It needs nvcc, nccl.h (VLLM_NCCL_INCLUDE_PATH), "
     "and a libnccl.so that the linker finds (LIBRARY_PATH)"
 )
+
+
+SGLANG_NEEDS = "It needs nvcc, and a libnccl.so that the linker finds (LIBRARY_PATH)"
 
 
 class Link:
@@ -297,6 +302,8 @@ class SnapshotPool(TorchPool):
 class VllmPool(Pool):
     """vLLM's pool. It has one pool and one communicator in a process."""
 
+    engine = "vLLM"
+
     def __init__(self, rank: Rank, module: Any, communicator: Any) -> None:
         super().__init__(rank)
         self._module, self._communicator = module, communicator
@@ -308,18 +315,31 @@ class VllmPool(Pool):
 
         if torch.cuda.is_current_stream_capturing():
             self._module.set_graph_pool_id(self._rank.allocator.graph_pool)
-        self._rank.note("nccl_symm_mem_context")
-        with self._module.nccl_symm_mem_context(self._communicator):
+        self._rank.note(f"{self.engine}'s context")
+        with self._context():
             yield
+
+    def _context(self) -> Any:
+        return self._module.nccl_symm_mem_context(self._communicator)
 
     def link(self) -> RawLink:
         if self._is_linked:
-            raise CannotRun("vLLM's pool is registered on one communicator only")
+            raise CannotRun(f"{self.engine}'s pool is registered on one communicator only")
         self._is_linked = True
-        return RawLink(self._rank, "vLLM's communicator", Communicator(self._communicator.comm))
+        return RawLink(self._rank, f"{self.engine}'s communicator", Communicator(self._communicator.comm))
 
     def segments(self) -> list[tuple[int, int]]:
         return [(segment["address"], segment["total_size"]) for segment in self._module.get_nccl_mem_pool().snapshot()]
+
+
+class SglangPool(VllmPool):
+    """SGLang's pool, of which a process has one. The end of a context registers new segments on the communicator of its group."""
+
+    engine = "SGLang"
+
+    def _context(self) -> Any:
+        group = SimpleNamespace(pynccl_comm=self._communicator, unique_name="check_symmetric", world_size=self._rank.world)
+        return self._module.SymmetricMemoryContext(group)
 
 
 class SymmallocPool(Pool):
@@ -499,6 +519,34 @@ class Vllm(Allocator):
         return VllmPool(self._rank, self._module, self._communicator)
 
 
+class Sglang(Allocator):
+    def connect(self) -> None:
+        import torch
+
+        store = f"file://{self._rank.folder / 'store'}"
+        torch.distributed.init_process_group(
+            "gloo", init_method=store, rank=self._rank.rank, world_size=self._rank.world
+        )
+        self._rank.note("imports SGLang")
+        self._module, pynccl = _sglang()
+        self._rank.note("PyNcclCommunicator")
+        device = torch.device("cuda", torch.cuda.current_device())
+        self._communicator = pynccl.PyNcclCommunicator(
+            torch.distributed.group.WORLD, device, is_symmetric_memory_enabled=True
+        )
+        if self._communicator.disabled:
+            raise CannotRun("SGLang's communicator is disabled: see that SGLang finds NCCL (SGLANG_NCCL_SO_PATH)")
+        self._rank.note("get_nccl_mem_pool")
+        self._module.get_nccl_mem_pool()
+        self._has_pool = False
+
+    def pool(self) -> Pool:
+        if self._has_pool:
+            raise CannotRun("SGLang has one pool in a process")
+        self._has_pool = True
+        return SglangPool(self._rank, self._module, self._communicator)
+
+
 class Symmalloc(Allocator):
     def pool(self) -> Pool:
         return SymmallocPool(self._rank)
@@ -552,6 +600,8 @@ class Gpus:
             _function(self.allocator)
         if self.allocator == "vllm":
             _compile_vllm()
+        if self.allocator == "sglang":
+            _compile_sglang()
         devices = self._devices if self._devices is not None else list(range(torch.cuda.device_count()))
         names = [torch.cuda.get_device_name(device) for device in devices]
         pairs = [(one, two) for one in devices for two in devices if one != two]
@@ -576,6 +626,8 @@ class Gpus:
             facts["symmalloc"] = symmalloc.__version__
         if self.allocator == "vllm":
             facts["vllm"] = importlib.metadata.version("vllm")
+        if self.allocator == "sglang":
+            facts["sglang"] = importlib.metadata.version("sglang")
         return facts
 
     def begin(self, rank: Rank) -> None:
@@ -618,7 +670,7 @@ class Gpus:
     def _allocator(self, rank: Rank) -> Allocator:
         if ":" in self.allocator:
             return Other(rank, _function(self.allocator))
-        kinds = {"native": Native, "vllm": Vllm, "symmalloc": Symmalloc}
+        kinds = {"native": Native, "vllm": Vllm, "sglang": Sglang, "symmalloc": Symmalloc}
         return kinds.get(self.allocator, Snapshot)(rank)
 
 
@@ -657,6 +709,29 @@ def _compile_vllm() -> None:
     allocator.compile_nccl_allocator()
     if not allocator.is_symmetric_memory_enabled():
         raise CannotRun(VLLM_NOT_COMPILED)
+
+
+def _sglang() -> tuple[Any, Any]:
+    """Imports SGLang's pool. The import may use CUDA, so only ranks and the probe call this, never the process that forks the ranks."""
+    try:
+        from sglang.srt.distributed.device_communicators import pynccl, pynccl_allocator
+    except Exception as error:
+        raise CannotRun(f"SGLang's pool cannot be imported: {error}") from error
+    return pynccl_allocator, pynccl
+
+
+def _compile_sglang() -> None:
+    """Compiles SGLang's allocator once. The ranks then load it within their deadlines."""
+    import torch
+
+    allocator, _ = _sglang()
+    if not torch.distributed.is_initialized():
+        # SGLang waits for other processes before it compiles.
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        allocator.get_nccl_mem_pool()
+    except Exception as error:
+        raise CannotRun(f"SGLang could not compile its allocator for NCCL ({error}). {SGLANG_NEEDS}") from error
 
 
 def _function(name: str) -> Callable[[], Any]:
