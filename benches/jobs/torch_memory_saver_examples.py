@@ -2,9 +2,10 @@
 
     git clone https://github.com/fzyzcjy/torch_memory_saver
     python torch_memory_saver_examples.py --examples torch_memory_saver/test/examples --out report.json
+    python torch_memory_saver_examples.py --examples ... --wheel torch_memory_saver-0.0.10-*.whl      also on the original
 
-Written for the examples of August 2026 (4a43c97). They import `torch_memory_saver`, which is replaced by this package's module.
-Some of them also look inside the original. `PATCHES` lists what is changed for that, and `INAPPLICABLE` what is not run.
+Written for the examples of August 2026 (4a43c97). They import `torch_memory_saver`, which is replaced by this
+package's module. Some of them also look inside the original. `PATCHES` lists what is changed for that, and `INAPPLICABLE` what is not run.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import types
-from contextlib import contextmanager
+import zipfile
+from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 BOTH = ("preload", "torch")
 WHOLE = {"TMS_INIT_ENABLE": "1", "TMS_INIT_ENABLE_CPU_BACKUP": "1"}
@@ -41,6 +44,12 @@ CASES: tuple[tuple[str, str, tuple[str, ...], dict[str, str], int], ...] = (
     ("multi_device", "run", BOTH, {}, 2),
     ("multi_device_torch_mode", "run", ("torch",), {}, 2),
 )
+
+NATIVE_CASES: tuple[tuple[str, str, tuple[str, ...], dict[str, str], int], ...] = (
+    ("cuda_vmm_granularity", "run", ("preload",), {"TMS_INIT_ENABLE": "1"}, 1),
+)
+PREPARED = 4
+"""The number of processes that have been started, including the one that runs."""
 
 INAPPLICABLE = {
     "cuda_vmm_granularity": "calls cudaMalloc and the C functions of the preloaded library directly",
@@ -75,80 +84,89 @@ def unnamed_files(folder: str) -> list[str]:
     return found
 
 
-class State:
-    """Answers the questions that examples ask the original's C library about the current region. It checks nothing of ours."""
-
-    def __init__(self, saver: Any) -> None:
-        is_whole, is_backed = (os.environ.get(name) == "1" for name in WHOLE)
-        self._regions = [(is_whole, "default", is_backed, os.environ.get("TMS_INIT_CPU_BACKUP_BACKEND", "pinned"))]
-        original = saver.region
-
-        @contextmanager
-        def region(tag: str = "default", enable_cpu_backup: bool = False, **arguments: Any) -> Any:
-            backend = arguments.get("cpu_backup_backend") or self._regions[-1][3]
-            self._regions.append((True, tag, enable_cpu_backup, backend))
-            try:
-                with original(tag, enable_cpu_backup, **arguments):
-                    yield
-            finally:
-                self._regions.pop()
-
-        saver.region = region
-        saver._ensure_initialized = lambda: None
-        saver._impl = types.SimpleNamespace(_binary_wrapper=types.SimpleNamespace(cdll=self))
-
-    def tms_get_interesting_region(self) -> bool:
-        return self._regions[-1][0]
-
-    def tms_get_current_tag(self) -> bytes:
-        return self._regions[-1][1].encode()
-
-    def tms_get_enable_cpu_backup(self) -> bool:
-        return self._regions[-1][2]
-
-    def tms_get_cpu_backup_backend(self) -> bytes:
-        return self._regions[-1][3].encode()
-
-
-def run_example(folder: Path, example: str, function: str, mode: str) -> None:
-    """Runs one example, in a separate process."""
+def run_example(folder: Path, kind: str, example: str, function: str, mode: str) -> None:
+    """Runs one example, in a separate process, when its standard input has a line: until then, it only imports PyTorch."""
     # The folder of this file is not on the path: a job must not shadow a package.
     sys.path = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
-    import torch
-    from symmalloc import torch_memory_saver as ours
+    import torch  # noqa: F401
 
-    def used(message: str, gpu_id: int = 0) -> int:
-        free, total = torch.cuda.mem_get_info(gpu_id)
-        print(f"GPU {gpu_id} memory: {(total - free) / 1024**3:.2f} GB ({message})", flush=True)
-        return total - free
-
-    testing: Any = types.ModuleType("torch_memory_saver.testing_utils")
-    testing.get_device = lambda: "cuda"
-    testing.empty_cache = torch.cuda.empty_cache
-    testing.get_and_print_gpu_memory = used
-    sys.modules["torch_memory_saver"] = ours
-    sys.modules["torch_memory_saver.testing_utils"] = testing
-    State(ours.torch_memory_saver)
+    sys.stdin.readline()
     source = (folder / f"{example}.py").read_text()
-    for text, replacement, reason in PATCHES.get(example, []):
-        if text not in source:
-            raise SystemExit(f"{example} is another version: it lacks {text!r}, which is replaced because {reason}")
-        source = source.replace(text, replacement)
+    if kind == "symmalloc":
+        from symmalloc import torch_memory_saver as ours
+
+        assert ours.replace_original(), "nothing has imported the original"
+        for text, replacement, reason in PATCHES.get(example, []):
+            if text not in source:
+                raise SystemExit(f"{example} is another version: it lacks {text!r}, which is replaced because {reason}")
+            source = source.replace(text, replacement)
     module = types.ModuleType(example)
     module.__dict__["unnamed_files"] = unnamed_files
     exec(compile(source, str(folder / f"{example}.py"), "exec"), module.__dict__)
     getattr(module, function)(mode)
 
 
+@dataclass(frozen=True)
+class Run:
+    """A run of an example."""
+
+    kind: str
+    """`native` or `symmalloc`."""
+    example: str
+    function: str
+    mode: str
+    environment: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        return f"{self.example}.{self.function}[{self.mode}]"
+
+    def start(self, examples: Path, original: Path) -> subprocess.Popen[str]:
+        """Starts the process, which waits before it uses the device."""
+        environment = os.environ | self.environment
+        if self.kind == "native":
+            paths = [str(original), environment.get("PYTHONPATH")]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+            if self.mode == "preload":
+                (library,) = original.glob("torch_memory_saver_hook_mode_preload_cu13*.so")
+                environment["LD_PRELOAD"] = str(library)
+        command = [sys.executable, __file__, "--examples", str(examples), "--run", self.kind, self.example]
+        return subprocess.Popen(
+            [*command, self.function, self.mode], env=environment, text=True, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Lets a process run, and returns its exit status and its output."""
+    try:
+        said, _ = process.communicate("run\n", timeout=60)
+        return process.returncode, said
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return 124, process.communicate()[0] + "no end after 60 s"
+
+
+def table(runs: list[Run], results: dict[str, dict[str, str]], kinds: list[str]) -> str:
+    """Returns a table in Markdown with a line for each example."""
+    names = list(dict.fromkeys(run.name for run in runs))
+    lines = [f"| example | {' | '.join(kinds)} |", "|---" * (1 + len(kinds)) + "|"]
+    for name in names:
+        cells = [results[kind].get(name, "not run").split(":")[0] for kind in kinds]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--examples", type=Path, required=True, help="the folder test/examples of torch_memory_saver")
+    parser.add_argument("--wheel", type=Path, help="torch_memory_saver's wheel: also run the examples on the original")
     parser.add_argument("--out", type=Path, default=Path("torch_memory_saver.json"), help="the report")
     parser.add_argument("--only", default="", help="run examples whose name contains this text")
     parser.add_argument(
         "--gpus", type=int, default=None, help="run examples that need this many GPUs; default: all that fit"
     )
-    parser.add_argument("--run", nargs=3, metavar=("EXAMPLE", "FUNCTION", "MODE"), help=argparse.SUPPRESS)
+    parser.add_argument("--run", nargs=4, metavar=("KIND", "EXAMPLE", "FUNCTION", "MODE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if not (arguments.examples / "simple.py").exists():
         sys.exit(f"{arguments.examples} has no simple.py: clone torch_memory_saver, and give its test/examples")
@@ -158,36 +176,42 @@ def main() -> None:
     import torch
 
     there = torch.cuda.device_count()
-    results: dict[str, str] = {}
-    for example, function, modes, environment, gpus in CASES:
-        if arguments.only not in example or gpus != (arguments.gpus or gpus) or gpus > there:
-            continue
-        for mode in modes:
-            name, start = f"{example}.{function}[{mode}]", time.monotonic()
-            command = [
-                sys.executable,
-                __file__,
-                "--examples",
-                str(arguments.examples),
-                "--run",
-                example,
-                function,
-                mode,
-            ]
-            try:
-                done = subprocess.run(
-                    command, env=os.environ | environment, capture_output=True, text=True, timeout=120
-                )
-                said, code = done.stdout + done.stderr, done.returncode
-            except subprocess.TimeoutExpired as late:
-                said, code = f"{late}", 124
-            arguments.out.with_suffix(f".{name}.log").write_text(said) if code else None
-            results[name] = "passed" if code == 0 else f"failed ({code}): " + " | ".join(said.splitlines()[-3:])
-            print(f"{name}: {results[name]} ({time.monotonic() - start:.1f} s)", flush=True)
-    failed = sum(result != "passed" for result in results.values())
-    arguments.out.write_text(json.dumps({"results": results, "inapplicable": INAPPLICABLE}, indent=1))
-    print(f"{len(results) - failed} passed, {failed} failed; not run: {INAPPLICABLE}")
-    if not results:
+    kinds = ["native", "symmalloc"] if arguments.wheel is not None else ["symmalloc"]
+    runs = [
+        Run(kind, example, function, mode, environment)
+        for example, function, modes, environment, gpus in (*CASES, *NATIVE_CASES)
+        for mode in modes
+        for kind in kinds
+        if arguments.only in example and gpus == (arguments.gpus or gpus) and gpus <= there
+        if kind == "native" or example not in INAPPLICABLE
+    ]
+    results: dict[str, dict[str, str]] = {kind: {} for kind in kinds}
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.wheel is not None:
+            with zipfile.ZipFile(arguments.wheel) as wheel:
+                wheel.extractall(folder)
+        waiting: deque[subprocess.Popen[str]] = deque()
+        try:
+            for at, run in enumerate(runs):
+                # The next processes import PyTorch while this one uses the device, alone.
+                for later in runs[at + len(waiting) : at + PREPARED]:
+                    waiting.append(later.start(arguments.examples, Path(folder)))
+                start = time.monotonic()
+                code, said = finish(waiting.popleft())
+                if code:
+                    arguments.out.with_suffix(f".{run.kind}.{run.name}.log").write_text(said)
+                failure = f"failed ({code}): " + " | ".join(said.splitlines()[-3:])
+                results[run.kind][run.name] = failure if code else "passed"
+                print(f"{run.kind} {run.name}: {results[run.kind][run.name]} ({time.monotonic() - start:.1f} s)", flush=True)
+        finally:
+            for process in waiting:
+                process.kill()
+                process.wait()
+    failed = sum(result != "passed" for of_kind in results.values() for result in of_kind.values())
+    arguments.out.write_text(json.dumps({"torch": torch.__version__, "results": results, "inapplicable": INAPPLICABLE}, indent=1))
+    print(table(runs, results, kinds))
+    print(f"{len(runs) - failed} passed, {failed} failed; not run on symmalloc: {INAPPLICABLE}")
+    if not runs:
         sys.exit(f"no example was run: none fits --only {arguments.only!r}, --gpus {arguments.gpus} and {there} GPUs")
     sys.exit(failed > 0)
 

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import unittest
+import zipfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -423,6 +424,39 @@ class SGLang(unittest.TestCase):
 
 
 class Examples(unittest.TestCase):
+    def test_each_example_runs_on_the_original_and_on_symmalloc_in_a_table(self) -> None:
+        with tempfile.TemporaryDirectory() as path:
+            folder = Path(path)
+            (folder / "examples").mkdir()
+            (folder / "examples" / "simple.py").write_text(
+                "import os, torch_memory_saver as saver\n"
+                "def run(mode):\n"
+                "    assert saver.KIND == 'symmalloc' or ('hook_mode_preload' in os.environ.get('LD_PRELOAD', '')) == (mode == 'preload')\n"
+                "    assert (saver.KIND, mode) != ('symmalloc', 'torch'), 'this one fails'\n"
+            )
+            (folder / "torch.py").write_text(
+                "from types import SimpleNamespace\n__version__ = '2'\ncuda = SimpleNamespace(device_count=lambda: 1)\n"
+            )
+            (folder / "symmalloc").mkdir()
+            (folder / "symmalloc" / "__init__.py").touch()
+            (folder / "symmalloc" / "torch_memory_saver.py").write_text(
+                "import sys\nKIND = 'symmalloc'\n"
+                "def replace_original():\n    sys.modules['torch_memory_saver'] = sys.modules[__name__]\n    return True\n"
+            )
+            with zipfile.ZipFile(folder / "saver.whl", "w") as wheel:
+                wheel.writestr("torch_memory_saver/__init__.py", "KIND = 'native'\n")
+                wheel.writestr("torch_memory_saver_hook_mode_preload_cu13.abi3.so", "")
+            out = folder / "report.json"
+            command = [sys.executable, str(JOBS / "torch_memory_saver_examples.py"), "--examples", str(folder / "examples")]
+            command += ["--wheel", str(folder / "saver.whl"), "--out", str(out), "--only", "simple"]
+            environment = os.environ | {"PYTHONPATH": path}
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+            self.assertEqual(done.returncode, 1, done.stderr)
+            self.assertIn("| simple.run[preload] | passed | passed |", done.stdout)
+            self.assertIn("| simple.run[torch] | passed | failed (1) |", done.stdout)
+            self.assertIn("3 passed, 1 failed", done.stdout)
+            self.assertIn("this one fails", json.loads(out.read_text())["results"]["symmalloc"]["simple.run[torch]"])
+
     def test_a_run_without_any_example_fails(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "simple.py").touch()
