@@ -66,6 +66,7 @@ from vllm_serve import (
     kinds,
     normal,
     requests,
+    runtime_path,
 )
 
 VERSIONS = {"0.5.17": "2.11.0", "0.5.23": "2.14.1"}
@@ -178,6 +179,8 @@ class Setup(vllm_serve.Setup):
             "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
             "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0",
         }  # fmt: skip
+        if isinstance(kind, Kind) and kind.has_saver:
+            environment["LD_LIBRARY_PATH"] = runtime_path()
         if kind.has_windows:
             environment |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "TUNING", "NCCL_DEBUG_FILE": f"{log}.nccl.%p"}
         return environment

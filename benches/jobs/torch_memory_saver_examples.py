@@ -23,6 +23,8 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_serve import runtime_path
+
 BOTH = ("preload", "torch")
 WHOLE = {"TMS_INIT_ENABLE": "1", "TMS_INIT_ENABLE_CPU_BACKUP": "1"}
 MMAP = {"TMS_INIT_CPU_BACKUP_BACKEND": "mmap"}
@@ -129,7 +131,7 @@ class Run:
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
             if self.mode == "preload":
                 (library,) = original.glob("torch_memory_saver_hook_mode_preload_cu13*.so")
-                environment["LD_PRELOAD"] = str(library)
+                environment |= {"LD_PRELOAD": str(library), "LD_LIBRARY_PATH": runtime_path()}
         command = [sys.executable, __file__, "--examples", str(examples), "--run", self.kind, self.example]
         return subprocess.Popen(
             [*command, self.function, self.mode], env=environment, text=True, stdin=subprocess.PIPE,

@@ -233,6 +233,14 @@ def link_libraries(folder: Path) -> None:
             (folder / f"lib{name}.so").symlink_to(found[0])
 
 
+def runtime_path() -> str:
+    """Returns `LD_LIBRARY_PATH` with the folder of CUDA's runtime, without which a library that needs it cannot be preloaded."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = [] if spec is None else list(spec.submodule_search_locations or [])
+    found = [str(path.parent) for root in roots for path in sorted(Path(root).glob("*/lib/libcudart.so.*"))]
+    return os.pathsep.join(filter(None, [*found[:1], os.environ.get("LD_LIBRARY_PATH")]))
+
+
 def cccl() -> str | None:
     """Returns the folder of CUDA 13's header `nv/target`, which NCCL's header includes, and host compilers do not find."""
     nvcc = shutil.which("nvcc")

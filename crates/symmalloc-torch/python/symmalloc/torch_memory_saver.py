@@ -35,7 +35,6 @@ from ctypes import c_uint8
 from typing import TYPE_CHECKING, Any
 
 from . import captured_buffers, sleeping
-from .allocator import Contents
 from .devices import device_index, import_torch
 from .errors import InvalidArgument
 from .installation import install
@@ -321,7 +320,7 @@ def register_hook_mode(name: str, factory: Callable[[], Any], *, uses_preload: b
 
 
 def replace_original() -> bool:
-    """Puts this module in the place of torch_memory_saver, for later imports of this process: also `torch_memory_saver.hooks` and others.
+    """Puts this module and its submodules in the place of torch_memory_saver's, for later imports of this process.
 
     Returns `False`, and changes nothing, if the original was imported before.
     """

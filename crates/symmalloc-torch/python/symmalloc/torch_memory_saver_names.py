@@ -1,7 +1,7 @@
 """The names of torch_memory_saver's modules, for programs that import them: `replace` puts all of them in the original's place.
 
-The original preloads or loads a library that intercepts `cudaMalloc`. There is no such library here, so hooks have no effect: a path is that
-of symmalloc's library, and there is no allocator for a `torch.cuda.MemPool`.
+The original preloads or loads a library that intercepts `cudaMalloc`. There is no such library here, so hooks have no effect: a
+path is that of symmalloc's library, and there is no allocator for a `torch.cuda.MemPool`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Literal
 from . import torch_memory_saver as package
 from .devices import import_torch
 from .library import library_path
-from .torch_memory_saver import HOOK_MODES, TorchMemorySaver, configure_subprocess, register_hook_mode
-from .torch_memory_saver_regions import BinaryWrapper
+from .torch_memory_saver import TorchMemorySaver, configure_subprocess, register_hook_mode  # noqa: F401
+from .torch_memory_saver_regions import BinaryWrapper  # noqa: F401
 
 HookMode = Literal["preload", "torch"]
 ORIGINAL = "torch_memory_saver"
@@ -98,7 +98,7 @@ def get_and_print_gpu_memory(message: str, gpu_id: int = 0) -> int:
 
 
 def replace() -> bool:
-    """Puts `symmalloc.torch_memory_saver` and the modules of `MODULES` in the original's place, for later imports of this process.
+    """Puts `symmalloc.torch_memory_saver` and `MODULES` in the original's place, for later imports of this process.
 
     Returns `False`, and changes nothing, if the original was imported before.
     """

@@ -1,10 +1,11 @@
 """The region of each thread, and torch_memory_saver's `tms_` functions, which read and change it.
 
-Programs call these functions through `torch_memory_saver._impl._binary_wrapper.cdll`. Most of them exclude the buffers of a library from
-the region of the whole process: `tms_set_interesting_region(False)`, the library's constructor, `tms_set_interesting_region(True)`.
+Programs call these functions through `torch_memory_saver._impl._binary_wrapper.cdll`. Most of them exclude the buffers of a
+library from the region of the whole process: `tms_set_interesting_region(False)`, the library's constructor, and
+`tms_set_interesting_region(True)`.
 
-A level belongs to each `with` block, and one to the thread. The setters change the innermost level. A level that differs from its block
-has a scope of its own, which begins with the change and ends when the change is undone, or with the block.
+A level belongs to each `with` block, and one to the thread. The setters change the innermost level. A level that differs from
+its block has a scope of its own, which begins with the change and ends when the change is undone, or with the block.
 """
 
 from __future__ import annotations

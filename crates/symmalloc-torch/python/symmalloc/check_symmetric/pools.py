@@ -712,7 +712,7 @@ def _compile_vllm() -> None:
 
 
 def _sglang() -> tuple[Any, Any]:
-    """Imports SGLang's pool. The import may use CUDA, so only ranks and the probe call this, never the process that forks the ranks."""
+    """Imports SGLang's pool. The import may use CUDA, so the process that forks the ranks must not call this."""
     try:
         from sglang.srt.distributed.device_communicators import pynccl, pynccl_allocator
     except Exception as error:
