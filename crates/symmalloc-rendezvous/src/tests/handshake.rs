@@ -624,8 +624,8 @@ fn the_error_contains_the_answer_of_each_address_and_the_most_likely_cause() {
         (EndpointAnswer::SecretMismatch, "set SYMMALLOC_JOB_SECRET"),
         (EndpointAnswer::DifferentJob, "all ranks have the same job"),
         (EndpointAnswer::Silent, "stopped or late"),
-        (EndpointAnswer::Foreign, "Another program probably uses its port"),
-        (EndpointAnswer::Contradiction, "Another program probably uses its port"),
+        (EndpointAnswer::Foreign, "Another program probably uses rank 0's port"),
+        (EndpointAnswer::Contradiction, "Another program probably uses rank 0's port"),
     ];
     for has_secret in [true, false] {
         let meeting = if has_secret { secret_meeting(3, SECRET) } else { meeting(3) };
@@ -648,7 +648,7 @@ fn the_error_contains_the_answer_of_each_address_and_the_most_likely_cause() {
                     assert_eq!(answers(&asked), [(address, expected), nobody], "{stranger:?}, secret: {has_secret}");
                     let text = asked.expect_err("no rank 0").to_string();
                     let (_, cause) = causes.iter().find(|(answer, _)| *answer == expected).expect("all are listed");
-                    let parts = [*cause, &format!("{address}: {expected}"), &format!("{}: nothing listens", nobody.0)];
+                    let parts = [*cause, &format!("{address}: {expected}"), &format!("{}: no process listens there", nobody.0)];
                     assert!(parts.iter().all(|part| text.contains(part)), "{stranger:?}: {text}");
                 });
             }
