@@ -166,7 +166,9 @@ pub enum RendezvousError {
         path: PathBuf,
     },
     /// A key or a value is too long for a store.
-    #[error("the store rejects a key of {key_bytes} bytes with a value of {value_bytes} bytes: use a key of at most 256 bytes and a value of at most 65536")]
+    #[error(
+        "the store rejects a key of {key_bytes} bytes with a value of {value_bytes} bytes: use a key of at most 256 bytes and a value of at most 65536"
+    )]
     TooLong {
         /// Length of the key.
         key_bytes: usize,
@@ -174,7 +176,9 @@ pub enum RendezvousError {
         value_bytes: usize,
     },
     /// A store has reached its size limit.
-    #[error("the store rejects another value, because its limit of {bytes_max} bytes is reached: use fewer keys or shorter values for one job")]
+    #[error(
+        "the store rejects another value, because its limit of {bytes_max} bytes is reached: use fewer keys or shorter values for one job"
+    )]
     StoreFull {
         /// Maximum total size of the store's keys and values.
         bytes_max: usize,
@@ -188,7 +192,9 @@ pub enum RendezvousError {
         waited: Duration,
     },
     /// The system cannot start a thread.
-    #[error("the operating system did not create a thread for the meeting of the ranks ({kind}): raise the limit on processes (`ulimit -u`)")]
+    #[error(
+        "the operating system did not create a thread for the meeting of the ranks ({kind}): raise the limit on processes (`ulimit -u`)"
+    )]
     Thread {
         /// The system's error.
         kind: io::ErrorKind,

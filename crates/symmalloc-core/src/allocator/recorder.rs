@@ -103,7 +103,9 @@ pub enum RecordingEnd {
     #[error("the driver failed in the middle of an op: {0}")]
     Driver(#[source] BackendError),
     /// A pool was restored, and no op can reproduce its state.
-    #[error("the program restored {pool}: a recording cannot contain a restore, because no op reproduces the restored state")]
+    #[error(
+        "the program restored {pool}: a recording cannot contain a restore, because no op reproduces the restored state"
+    )]
     Restored {
         /// The pool that was restored.
         pool: PoolId,

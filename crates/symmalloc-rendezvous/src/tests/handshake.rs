@@ -648,7 +648,8 @@ fn the_error_contains_the_answer_of_each_address_and_the_most_likely_cause() {
                     assert_eq!(answers(&asked), [(address, expected), nobody], "{stranger:?}, secret: {has_secret}");
                     let text = asked.expect_err("no rank 0").to_string();
                     let (_, cause) = causes.iter().find(|(answer, _)| *answer == expected).expect("all are listed");
-                    let parts = [*cause, &format!("{address}: {expected}"), &format!("{}: no process listens there", nobody.0)];
+                    let parts =
+                        [*cause, &format!("{address}: {expected}"), &format!("{}: no process listens there", nobody.0)];
                     assert!(parts.iter().all(|part| text.contains(part)), "{stranger:?}: {text}");
                 });
             }
