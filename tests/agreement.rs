@@ -117,8 +117,8 @@ fn run(
     fault: Option<(Call, u64)>,
     agreements: &[usize],
 ) -> Outcome {
-    let regular_ops = Program::new(&program.records).expect("valid");
-    let mutant_ops = Program::new(&mutant.records).expect("valid");
+    let regular_ops = Program::new(&program.records).expect("the arguments should be valid");
+    let mutant_ops = Program::new(&mutant.records).expect("the arguments should be valid");
     let allocators: Vec<Allocator<SimBackend>> = (0..ranks)
         .map(|rank| {
             let mut device = SimBackend::builder().seed(ranks.into()).rank(rank).memory_bytes(1 << 50);
@@ -126,7 +126,7 @@ fn run(
                 device = device.fail(Some(call), FaultRule::At { ordinal }, Fault::OutOfMemory);
             }
             let config = if rank == odd { &mutant.config } else { &program.config };
-            Allocator::new(device.build(), config.clone()).expect("valid")
+            Allocator::new(device.build(), config.clone()).expect("the arguments should be valid")
         })
         .collect();
     let mut running: Vec<Rank<'_>> = (0..ranks)
@@ -223,13 +223,17 @@ impl Programs {
         let pools = job[..first].iter().filter(|record| matches!(record.op, Op::CreatePool { .. }));
         let window = job[first..first + OPS].iter().filter(|record| !matches!(record.op, Op::RegisterStream { .. }));
         let config = Config::builder();
-        SymmetricProgram::new(&config.build().expect("valid"), streams.chain(pools).chain(window))
+        SymmetricProgram::new(
+            &config.build().expect("the configuration should be valid"),
+            streams.chain(pools).chain(window),
+        )
     }
 }
 
 #[test]
 fn every_injected_difference_is_caught_at_the_next_agreement_and_named() {
-    let injections = std::env::var("SYMMALLOC_INJECTIONS").map_or(INJECTIONS, |text| text.parse().expect("a number"));
+    let injections =
+        std::env::var("SYMMALLOC_INJECTIONS").map_or(INJECTIONS, |text| text.parse().expect("it should be a number"));
     let programs = Programs::new();
     let mut table: BTreeMap<Kind, Row> = BTreeMap::new();
     let mut seed = 0;

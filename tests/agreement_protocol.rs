@@ -17,14 +17,19 @@ use symmalloc_sim::SimBackend;
 const LONG: Duration = Duration::from_secs(60);
 
 fn symmetric() -> PoolConfig {
-    PoolConfig::builder().symmetric(true).build().expect("valid")
+    PoolConfig::builder().symmetric(true).build().expect("the configuration should be valid")
 }
 
 /// Creates a rank whose default pool is symmetric, with one stream.
 fn rank_that_remembers(rank: u32, history_ops: u32) -> Allocator<SimBackend> {
-    let config = Config::builder().default_pool(symmetric()).history_ops(history_ops).build().expect("valid");
-    let allocator = Allocator::new(SimBackend::builder().rank(rank).build(), config).expect("valid");
-    allocator.register_stream().expect("the first");
+    let config = Config::builder()
+        .default_pool(symmetric())
+        .history_ops(history_ops)
+        .build()
+        .expect("the configuration should be valid");
+    let allocator =
+        Allocator::new(SimBackend::builder().rank(rank).build(), config).expect("the arguments should be valid");
+    allocator.register_stream().expect("the first stream should be registered");
     allocator
 }
 
@@ -32,7 +37,9 @@ fn rank_that_remembers(rank: u32, history_ops: u32) -> Allocator<SimBackend> {
 fn allocate(allocator: &Allocator<SimBackend>, ops: u64, other: Option<u64>) {
     for op in 0..ops {
         let size_bytes = 512 - u64::from(other == Some(op));
-        let _live = allocator.allocate_named(PoolId::DEFAULT, StreamId(0), size_bytes, "block").expect("fits");
+        let _live = allocator
+            .allocate_named(PoolId::DEFAULT, StreamId(0), size_bytes, "block")
+            .expect("the allocation should fit");
     }
 }
 
@@ -65,7 +72,7 @@ fn four_thousand_ranks_agree_or_name_the_rank_that_differs() {
     allocators.iter().for_each(|allocator| allocate(allocator, 10, None));
     // The requests are equal, so the last one is missing on the other ranks.
     let disagreement = compare(&allocators).expect("one rank made more requests");
-    let first = disagreement.first_heap().expect("a heap");
+    let first = disagreement.first_heap().expect("a heap should differ");
     assert_eq!((first.first_op, first.last_op), (number_in_heap(120), number_in_heap(120)));
     assert_eq!(first.groups[0].ranks.to_string(), "0-2076,2078-4095");
     assert_eq!((first.groups[0].action, first.groups[1].ranks.to_string()), (Action::Nothing, "2077".to_owned()));
@@ -78,8 +85,8 @@ fn rounds_grow_with_the_logarithm_of_the_history() {
         let allocators = [0, 1].map(|rank| rank_that_remembers(rank, 1 << 20));
         allocate(&allocators[0], ops, None);
         allocate(&allocators[1], ops, Some(ops / 3));
-        let disagreement = compare(&allocators).expect("they differ");
-        assert_eq!(disagreement.first_heap().expect("a heap").first_op, number_in_heap(ops / 3));
+        let disagreement = compare(&allocators).expect("the ranks should differ");
+        assert_eq!(disagreement.first_heap().expect("a heap should differ").first_op, number_in_heap(ops / 3));
         // Four rounds: compare, heaps, ops, details. Then a search that cuts into 97 parts.
         let searches = (1..).find(|rounds| 97_u64.pow(*rounds) >= ops).expect("a few rounds suffice");
         assert!(disagreement.rounds <= 4 + searches, "{} rounds for {ops} ops", disagreement.rounds);
@@ -150,8 +157,8 @@ fn agreed_history_is_discarded() {
     }
     allocate(&allocators[0], 90, None);
     allocate(&allocators[1], 90, Some(0));
-    let disagreement = compare(&allocators).expect("they differ");
-    let first = disagreement.first_heap().expect("a heap");
+    let disagreement = compare(&allocators).expect("the ranks should differ");
+    let first = disagreement.first_heap().expect("a heap should differ");
     assert_eq!((first.first_op, first.last_op, first.order), (number_in_heap(4500), number_in_heap(4500), Some(0)));
     assert_eq!(first.cause, Cause::DifferentRequest);
     assert_eq!(first.groups[1].name.as_deref(), Some("block"));
@@ -163,34 +170,41 @@ fn a_difference_in_an_allocation_is_reported_with_its_name() {
     const OWN: StreamId = StreamId(0);
     const OTHER: StreamId = StreamId(1);
     let acts: [(&str, Act); 6] = [
-        ("use", |rank, made| rank.record_use(made.handle, OWN).expect("live")),
-        ("use by another stream", |rank, made| rank.record_use(made.handle, OTHER).expect("live")),
-        ("free", |rank, made| rank.free(made.handle).expect("live")),
-        ("use at", |rank, made| rank.record_use_at(made.address, OWN).expect("live")),
-        ("use at by another stream", |rank, made| rank.record_use_at(made.address, OTHER).expect("live")),
-        ("free at", |rank, made| _ = rank.free_at(made.address).expect("live")),
+        ("use", |rank, made| rank.record_use(made.handle, OWN).expect("the allocation should be live")),
+        ("use by another stream", |rank, made| {
+            rank.record_use(made.handle, OTHER).expect("the allocation should be live")
+        }),
+        ("free", |rank, made| rank.free(made.handle).expect("the allocation should be live")),
+        ("use at", |rank, made| rank.record_use_at(made.address, OWN).expect("the allocation should be live")),
+        ("use at by another stream", |rank, made| {
+            rank.record_use_at(made.address, OTHER).expect("the allocation should be live")
+        }),
+        ("free at", |rank, made| _ = rank.free_at(made.address).expect("the allocation should be live")),
     ];
     for (act, carry_out) in acts {
         for streams in ["streams:separate", "streams:shared"] {
-            let pool: PoolConfig = format!("symmetric:true,{streams}").parse().expect("valid");
+            let pool: PoolConfig = format!("symmetric:true,{streams}").parse().expect("the text should be valid");
             let config = Config::builder().default_pool(pool).pointer_lookup(PointerLookup::Exact).build();
             let ranks = [0, 1].map(|rank| {
                 let device = SimBackend::builder().rank(rank).build();
-                let allocator: Allocator<_> = Allocator::new(device, config.clone().expect("valid")).expect("valid");
+                let allocator: Allocator<_> =
+                    Allocator::new(device, config.clone().expect("the input should be valid"))
+                        .expect("the arguments should be valid");
                 allocator.register_stream().expect("a stream id is available");
                 allocator.register_stream().expect("a stream id is available");
                 allocator
             });
             let made = ranks.each_ref().map(|rank| {
-                let named = |name| rank.allocate_named(PoolId::DEFAULT, OWN, 4096, name).expect("fits");
+                let named =
+                    |name| rank.allocate_named(PoolId::DEFAULT, OWN, 4096, name).expect("the allocation should fit");
                 let made = [named("weights"), named("bias")];
-                [made[0], made[1], rank.allocate(PoolId::DEFAULT, OWN, 4096).expect("fits")]
+                [made[0], made[1], rank.allocate(PoolId::DEFAULT, OWN, 4096).expect("the allocation should fit")]
             });
             for (allocation, name) in [(1, Some("bias")), (0, Some("weights")), (2, None)] {
                 assert_eq!(compare(&ranks), None);
                 carry_out(&ranks[1], &made[1][allocation]);
                 let disagreement = compare(&ranks).expect("one rank made more requests");
-                let groups = &disagreement.first_heap().expect("a heap").groups;
+                let groups = &disagreement.first_heap().expect("a heap should differ").groups;
                 let names = [0, 1].map(|group: usize| groups[group].name.as_deref());
                 assert_eq!(names, [None, name], "{act}, {streams}");
                 assert_eq!(groups[0].action, Action::Nothing);
@@ -206,19 +220,19 @@ fn a_difference_in_an_allocation_is_reported_with_its_name() {
 fn a_pool_is_not_compared_after_its_end_was_agreed_on() {
     let rank = |rank| {
         let allocator = rank_that_remembers(rank, 64);
-        allocator.create_pool(symmetric()).expect("a pool");
+        allocator.create_pool(symmetric()).expect("the pool should be created");
         allocator
     };
     let gone = PoolId(1);
     let mut ranks = vec![rank(0), rank(1)];
     for allocator in &ranks {
         allocate(allocator, 3, None);
-        let made = allocator.allocate(gone, StreamId(0), 1 << 20).expect("fits");
-        allocator.free(made.handle).expect("live");
+        let made = allocator.allocate(gone, StreamId(0), 1 << 20).expect("the allocation should fit");
+        allocator.free(made.handle).expect("the allocation should be live");
         allocator.destroy_pool(gone).expect("it is empty");
     }
     assert_eq!(compare(&ranks), None);
-    let layout = ranks[0].save_layout(PoolId::DEFAULT).expect("nothing is retired");
+    let layout = ranks[0].save_layout(PoolId::DEFAULT).expect("no segment should be retired");
     let restarted = rank(2);
     restarted.destroy_pool(gone).expect("it is empty");
     restarted.restore_layout(PoolId::DEFAULT, &layout).expect("an unchanged pool");
@@ -241,8 +255,8 @@ fn a_difference_that_is_older_than_the_history_is_bounded() {
     allocate(&allocators[0], 50_000, None);
     allocate(&allocators[1], 50_000, Some(other));
     allocate(&allocators[2], 50_000, None);
-    let disagreement = compare(&allocators).expect("they differ");
-    let first = disagreement.first_heap().expect("a heap");
+    let disagreement = compare(&allocators).expect("the ranks should differ");
+    let first = disagreement.first_heap().expect("a heap should differ");
     assert!((first.first_op..=first.last_op).contains(&(1000 + other)), "{disagreement}");
     assert!(first.last_op - first.first_op <= 50_000 / 8, "{disagreement}");
     assert_eq!(first.cause, Cause::OlderThanHistory);
@@ -257,8 +271,8 @@ fn without_a_history_a_difference_is_still_caught() {
     allocate(&allocators[0], 20, None);
     allocate(&allocators[1], 20, Some(7));
     assert!(allocators.iter().all(|allocator| allocator.history_bytes() == 0));
-    let disagreement = compare(&allocators).expect("they differ");
-    let first = disagreement.first_heap().expect("a heap");
+    let disagreement = compare(&allocators).expect("the ranks should differ");
+    let first = disagreement.first_heap().expect("a heap should differ");
     assert_eq!((first.first_op, first.last_op, first.cause), (0, number_in_heap(19), Cause::OlderThanHistory));
 }
 
@@ -266,32 +280,37 @@ fn without_a_history_a_difference_is_still_caught() {
 fn private_pools_are_not_compared() {
     let rank = |rank: u32| {
         let allocator: Allocator<SimBackend> =
-            Allocator::new(SimBackend::builder().rank(rank).build(), Config::default()).expect("valid");
+            Allocator::new(SimBackend::builder().rank(rank).build(), Config::default())
+                .expect("the arguments should be valid");
         let stream = allocator.register_stream().expect("a stream id is available");
         let mut private = vec![PoolId::DEFAULT];
         let mut create = |count: u32| {
-            private.extend((0..count).map(|_| allocator.create_pool(PoolConfig::default()).expect("a pool")));
+            private.extend(
+                (0..count).map(|_| allocator.create_pool(PoolConfig::default()).expect("the pool should be created")),
+            );
         };
         create(rank);
-        let one = allocator.create_pool(symmetric()).expect("a pool");
+        let one = allocator.create_pool(symmetric()).expect("the pool should be created");
         create(3 * rank);
-        let other = allocator.create_pool(symmetric()).expect("a pool");
+        let other = allocator.create_pool(symmetric()).expect("the pool should be created");
         let logging =
             (0..=rank).map(|_| allocator.register_stream().expect("a stream id is available")).collect::<Vec<_>>();
         let mut placed = Vec::new();
         for op in 0..200_u64 {
             for (index, pool) in private.iter().enumerate() {
                 let size_bytes = 1 + op * 1000 * u64::from(rank) + index as u64;
-                let made = allocator.allocate(*pool, logging[index % logging.len()], size_bytes).expect("fits");
+                let made = allocator
+                    .allocate(*pool, logging[index % logging.len()], size_bytes)
+                    .expect("the allocation should fit");
                 if op % 3 == u64::from(rank % 3) {
-                    allocator.free(made.handle).expect("live");
+                    allocator.free(made.handle).expect("the allocation should be live");
                 }
             }
             let pool = if op % 2 == 0 { one } else { other };
-            let made = allocator.allocate(pool, stream, 1 + op * 5000).expect("fits");
+            let made = allocator.allocate(pool, stream, 1 + op * 5000).expect("the allocation should fit");
             placed.push(made.placement);
             if op % 5 == 0 {
-                allocator.free(made.handle).expect("live");
+                allocator.free(made.handle).expect("the allocation should be live");
             }
         }
         assert_eq!(allocator.symmetric_pool(1), Some(other));
@@ -302,9 +321,9 @@ fn private_pools_are_not_compared() {
     assert!(placed.iter().all(|placements| *placements == placed[0]));
     // The pools with this ordinal have different ids on the ranks, but are still compared.
     let other = allocators[3].symmetric_pool(1).expect("the pool was created");
-    let _live = allocators[3].allocate(other, StreamId(0), 1).expect("fits");
-    let disagreement = compare(&allocators).expect("they differ");
-    let first = disagreement.first_heap().expect("a heap");
+    let _live = allocators[3].allocate(other, StreamId(0), 1).expect("the allocation should fit");
+    let disagreement = compare(&allocators).expect("the ranks should differ");
+    let first = disagreement.first_heap().expect("a heap should differ");
     assert_eq!((first.pool, first.groups[1].ranks.to_string()), (1, "3".to_owned()));
 }
 
@@ -313,17 +332,24 @@ fn configurations_that_differ_are_named_by_pool_key_and_rank() {
     let rank = |rank: u32| {
         let granularity_bytes = if rank == 3 { 64 << 10 } else { 2 * MIB };
         let device = SimBackend::builder().rank(rank).granularity_bytes(granularity_bytes).build();
-        let config = Config::builder().retries_max(if rank == 0 { 5 } else { 3 }).build().expect("valid");
-        let allocator = Allocator::new(device, config).expect("valid");
-        allocator.create_pool(symmetric()).expect("a pool");
+        let config = Config::builder()
+            .retries_max(if rank == 0 { 5 } else { 3 })
+            .build()
+            .expect("the configuration should be valid");
+        let allocator = Allocator::new(device, config).expect("the arguments should be valid");
+        allocator.create_pool(symmetric()).expect("the pool should be created");
         let limit = Some(if rank < 2 { 8 * MIB } else { 9 * MIB });
-        allocator.create_pool(symmetric().to_builder().limit_bytes(limit).build().expect("valid")).expect("a pool");
+        allocator
+            .create_pool(
+                symmetric().to_builder().limit_bytes(limit).build().expect("the configuration should be valid"),
+            )
+            .expect("the pool should be created");
         if rank != 1 {
-            allocator.create_pool(symmetric()).expect("a pool");
+            allocator.create_pool(symmetric()).expect("the pool should be created");
         }
         allocator
     };
-    let disagreement = compare(&[0, 1, 2, 3].map(rank)).expect("they differ");
+    let disagreement = compare(&[0, 1, 2, 3].map(rank)).expect("the ranks should differ");
     let lines: Vec<_> = disagreement.to_string().lines().map(str::to_owned).collect();
     assert_eq!(
         lines,
@@ -362,8 +388,8 @@ impl Transport for Leaving {
         self.ranks
     }
     fn all_gather(&self, message: &[u8]) -> Result<Gathered, TransportError> {
-        let mut transport = self.transport.lock().expect("no panic");
-        let mut rounds = self.rounds.lock().expect("no panic");
+        let mut transport = self.transport.lock().expect("no thread should panic");
+        let mut rounds = self.rounds.lock().expect("no thread should panic");
         if *rounds == self.leaves_after {
             *transport = None;
         }
@@ -404,32 +430,33 @@ fn with_mode(mode: Mode, other: u64) -> Vec<(Option<u64>, u32)> {
         let mut caught = None;
         for op in 0..60 {
             let size_bytes = 512 - u64::from(rank == 1 && op == other);
-            let _live = allocator.allocate(PoolId::DEFAULT, StreamId(0), size_bytes).expect("fits");
+            let _live =
+                allocator.allocate(PoolId::DEFAULT, StreamId(0), size_bytes).expect("the allocation should fit");
             let outcome = agreement.after_op(&allocator).and_then(|agreed| match op % 20 {
                 19 => agreement.at_sync(&allocator),
                 _ => Ok(agreed),
             });
             if let Err(error) = outcome {
                 let AgreementError::Disagreed(disagreement) = error else { panic!("{error}") };
-                assert_eq!(disagreement.first_heap().expect("a heap").first_op, number_in_heap(other));
+                assert_eq!(disagreement.first_heap().expect("a heap should differ").first_op, number_in_heap(other));
                 caught = Some(op + 1);
                 break;
             }
         }
-        let rounds = *transport.rounds.lock().expect("no panic");
+        let rounds = *transport.rounds.lock().expect("no thread should panic");
         (caught, rounds)
     };
     thread::scope(|scope| {
         let ranks = ThreadTransport::group(2, LONG).into_iter().map(|transport| scope.spawn(|| run(transport)));
-        ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().expect("no panic")).collect()
+        ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().expect("the thread should not panic")).collect()
     })
 }
 
 #[test]
 fn each_mode_compares_at_its_interval() {
     let never = 1000;
-    let every = |ops| Mode::EveryOps(NonZeroU64::new(ops).expect("not 0"));
-    let syncs = |syncs| Mode::EverySyncs(NonZeroU32::new(syncs).expect("not 0"));
+    let every = |ops| Mode::EveryOps(NonZeroU64::new(ops).expect("the number should not be zero"));
+    let syncs = |syncs| Mode::EverySyncs(NonZeroU32::new(syncs).expect("the number should not be zero"));
     // An agreement without a difference takes one round.
     assert_eq!(with_mode(Mode::Off, never), [(None, 0); 2]);
     assert_eq!(with_mode(syncs(1), never), [(None, 3); 2]);

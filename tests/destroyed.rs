@@ -41,7 +41,8 @@ static COUNTING: Counting = Counting;
 
 fn allocator<L: Lock>() -> generic::Allocator<SimBackend, L> {
     let backend = SimBackend::builder().memory_bytes(1 << 50).build();
-    let allocator = generic::Allocator::with_lock(backend, Config::default()).expect("valid");
+    let allocator =
+        generic::Allocator::with_lock(backend, Config::default()).expect("the configuration should be valid");
     for _ in 0..STREAMS {
         allocator.register_stream().expect("a stream id is available");
     }
@@ -50,23 +51,27 @@ fn allocator<L: Lock>() -> generic::Allocator<SimBackend, L> {
 
 /// Creates a pool, uses it on all streams, in steps and across a sleep, and destroys it.
 fn live_and_die<L: Lock>(allocator: &generic::Allocator<SimBackend, L>, config: &str, sleeps: bool) -> PoolId {
-    let config: PoolConfig = config.parse().expect("valid");
-    let pool = allocator.create_pool(config).expect("valid");
+    let config: PoolConfig = config.parse().expect("the text should be valid");
+    let pool = allocator.create_pool(config).expect("the configuration should be valid");
     for _ in 0..4 {
         allocator.begin_step(pool, 0).expect("no other step");
         for stream in (0..STREAMS).map(StreamId) {
             let made = [512, 3 << 20, 40_000, 9 << 20].map(|size_bytes| {
-                allocator.allocate_named(pool, stream, size_bytes, "weights").expect("memory").handle
+                allocator.allocate_named(pool, stream, size_bytes, "weights").expect("memory should suffice").handle
             });
-            allocator.record_use(made[1], StreamId(0)).expect("live");
-            made.into_iter().for_each(|handle| allocator.free(handle).expect("live"));
+            allocator.record_use(made[1], StreamId(0)).expect("the allocation should be live");
+            made.into_iter().for_each(|handle| allocator.free(handle).expect("the allocation should be live"));
         }
-        allocator.end_step(pool).expect("open");
+        allocator.end_step(pool).expect("a step should be open");
     }
     if sleeps {
-        allocator.quiesce(pool, Contents::Keep).expect("no work is pending").unmap().expect("asleep");
+        allocator
+            .quiesce(pool, Contents::Keep)
+            .expect("no work is pending")
+            .unmap()
+            .expect("the pool should fall asleep");
     }
-    allocator.destroy_pool(pool).expect("empty");
+    allocator.destroy_pool(pool).expect("the pool should be empty");
     pool
 }
 
@@ -89,7 +94,7 @@ fn bytes_per_pool<L: Lock>(
     run(200..200 + POOLS);
     let grown = LIVE_BYTES.load(Ordering::Relaxed).saturating_sub(before);
     assert_eq!(allocator.pool_count() as usize, 201 + POOLS);
-    allocator.check().expect("consistent");
+    allocator.check().expect("the invariants should hold");
     grown / POOLS
 }
 
@@ -153,7 +158,8 @@ fn a_destroyed_pool_keeps_few_bytes_and_is_not_visited() {
 fn visits() {
     for keeps_memory in [false, true] {
         let backend = SimBackend::builder().memory_bytes(1 << 50).build();
-        let allocator: SharedAllocator<_> = generic::Allocator::with_lock(backend, Config::default()).expect("valid");
+        let allocator: SharedAllocator<_> =
+            generic::Allocator::with_lock(backend, Config::default()).expect("the configuration should be valid");
         for _ in 0..STREAMS {
             allocator.register_stream().expect("a stream id is available");
         }
@@ -162,23 +168,23 @@ fn visits() {
         let stats = allocator.stats();
         assert_eq!(stats.usage.all.allocations.allocated, 500 * 4 * 16, "the statistics still include them");
         assert_eq!(stats.usage.all.allocations.freed, 500 * 4 * 16);
-        let live = allocator.create_pool(PoolConfig::default()).expect("valid");
+        let live = allocator.create_pool(PoolConfig::default()).expect("the configuration should be valid");
         assert_eq!((allocator.listed_pool_count(), live.0), (2, 501));
         if keeps_memory {
-            let made = allocator.allocate(live, StreamId(0), 1 << 20).expect("memory");
-            allocator.free(made.handle).expect("live");
+            let made = allocator.allocate(live, StreamId(0), 1 << 20).expect("memory should suffice");
+            allocator.free(made.handle).expect("the allocation should be live");
             let ordinal = allocator.backend().calls().of(Call::Unmap);
             allocator.backend().inject(Some(Call::Unmap), FaultRule::At { ordinal }, Fault::Refused);
             allocator.destroy_pool(live).expect_err("the driver keeps the memory");
             assert_eq!(allocator.listed_pool_count(), 2);
             allocator.trim_all().expect("the driver works again");
         } else {
-            allocator.destroy_pool(live).expect("empty");
+            allocator.destroy_pool(live).expect("the pool should be empty");
         }
         assert_eq!(allocator.listed_pool_count(), 1);
         assert_eq!(allocator.backend().mapped_bytes(), 0);
         assert!(pools.iter().all(|pool| allocator.pool_stats(*pool).is_err()));
         assert_eq!(allocator.summary().lines().count(), 3, "a header, all pools, the default pool");
-        allocator.check().expect("consistent");
+        allocator.check().expect("the invariants should hold");
     }
 }

@@ -39,9 +39,9 @@ fn refuse(device: &SimBackend, call: Call, fault: Fault) {
 
 /// Frees a block of `size_bytes` bytes that another stream used: its next user must wait.
 fn leave_fenced(rank: &Rank<'_>, size_bytes: u64) {
-    let made = rank.allocate(POOL, S0, size_bytes).expect("memory");
-    rank.record_use(made.handle, S1).expect("live");
-    rank.free(made.handle).expect("live");
+    let made = rank.allocate(POOL, S0, size_bytes).expect("memory should suffice");
+    rank.record_use(made.handle, S1).expect("the allocation should be live");
+    rank.free(made.handle).expect("the allocation should be live");
 }
 
 /// Grows the heap after a fenced block, and then fails to wait.
@@ -55,9 +55,10 @@ fn grow_in_vain(rank: &Rank<'_>, device: &SimBackend) {
 
 /// Frees all but one of several allocations, so that a trim creates holes.
 fn leave_room_around_one(rank: &Rank<'_>) {
-    let made = [3 * MIB, MIB, 6 * MIB].map(|size_bytes| rank.allocate(POOL, S0, size_bytes).expect("memory"));
-    rank.free(made[0].handle).expect("live");
-    rank.free(made[2].handle).expect("live");
+    let made =
+        [3 * MIB, MIB, 6 * MIB].map(|size_bytes| rank.allocate(POOL, S0, size_bytes).expect("memory should suffice"));
+    rank.free(made[0].handle).expect("the allocation should be live");
+    rank.free(made[2].handle).expect("the allocation should be live");
 }
 
 const STORIES: &[Story] = &[
@@ -66,7 +67,7 @@ const STORIES: &[Story] = &[
         name: "allocate",
         pool: "",
         ops: |rank, _| {
-            let _live = rank.allocate(POOL, S0, 3 * MIB + 1).expect("memory");
+            let _live = rank.allocate(POOL, S0, 3 * MIB + 1).expect("memory should suffice");
         },
     },
     Story {
@@ -74,7 +75,7 @@ const STORIES: &[Story] = &[
         pool: "",
         ops: |rank, _| {
             let made = rank.allocate(POOL, S0, 0).expect("zero bytes never fail");
-            rank.free(made.handle).expect("live");
+            rank.free(made.handle).expect("the allocation should be live");
         },
     },
     Story {
@@ -82,37 +83,45 @@ const STORIES: &[Story] = &[
         pool: "",
         ops: |rank, _| {
             leave_fenced(rank, MIB);
-            let _live = rank.allocate(POOL, S0, MIB).expect("memory");
+            let _live = rank.allocate(POOL, S0, MIB).expect("memory should suffice");
         },
     },
-    Story { name: "reserve-expandable", pool: "", ops: |rank, _| rank.reserve(POOL, S0, 5 * MIB).expect("memory") },
+    Story {
+        name: "reserve-expandable",
+        pool: "",
+        ops: |rank, _| rank.reserve(POOL, S0, 5 * MIB).expect("memory should suffice"),
+    },
     Story {
         name: "reserve-what-is-there",
         pool: "",
         ops: |rank, _| {
-            rank.reserve(POOL, S0, 8 * MIB).expect("memory");
-            rank.reserve(POOL, S0, 5 * MIB).expect("memory is available");
+            rank.reserve(POOL, S0, 8 * MIB).expect("memory should suffice");
+            rank.reserve(POOL, S0, 5 * MIB).expect("memory should suffice");
         },
     },
-    Story { name: "reserve-fixed", pool: "fixed", ops: |rank, _| rank.reserve(POOL, S0, 5 * MIB).expect("memory") },
+    Story {
+        name: "reserve-fixed",
+        pool: "fixed",
+        ops: |rank, _| rank.reserve(POOL, S0, 5 * MIB).expect("memory should suffice"),
+    },
     Story {
         name: "reserve-reserved",
         pool: "reserved",
-        ops: |rank, _| rank.reserve(POOL, S0, 5 * MIB).expect("memory"),
+        ops: |rank, _| rank.reserve(POOL, S0, 5 * MIB).expect("memory should suffice"),
     },
     Story {
         name: "trim-death",
         pool: "",
         ops: |rank, _| {
-            rank.reserve(POOL, S0, 8 * MIB).expect("memory");
-            rank.trim_all().expect("no faults");
+            rank.reserve(POOL, S0, 8 * MIB).expect("memory should suffice");
+            rank.trim_all().expect("no fault should be injected");
         },
     },
     Story {
         name: "trim-death-kept-by-driver",
         pool: "",
         ops: |rank, device| {
-            rank.reserve(POOL, S0, 8 * MIB).expect("memory");
+            rank.reserve(POOL, S0, 8 * MIB).expect("memory should suffice");
             refuse(device, Call::Unmap, Fault::Refused);
             rank.trim_all().expect_err("refused");
         },
@@ -122,7 +131,7 @@ const STORIES: &[Story] = &[
         pool: "",
         ops: |rank, _| {
             leave_room_around_one(rank);
-            rank.trim_all().expect("no faults");
+            rank.trim_all().expect("no fault should be injected");
         },
     },
     Story {
@@ -139,7 +148,7 @@ const STORIES: &[Story] = &[
         pool: "",
         ops: |rank, _| {
             leave_room_around_one(rank);
-            rank.observe(POOL).expect("it exists");
+            rank.observe(POOL).expect("the pool should exist");
             rank.trim_all().expect("nothing is released");
         },
     },
@@ -147,7 +156,7 @@ const STORIES: &[Story] = &[
         name: "refused-by-pool-limit",
         pool: "limited",
         ops: |rank, _| {
-            let _live = rank.allocate(POOL, S0, 5 * MIB).expect("memory");
+            let _live = rank.allocate(POOL, S0, 5 * MIB).expect("memory should suffice");
             rank.allocate(POOL, S0, 30 * MIB).expect_err("more than the limit");
         },
     },
@@ -155,7 +164,7 @@ const STORIES: &[Story] = &[
         name: "refused-by-segment",
         pool: "reserved",
         ops: |rank, _| {
-            let _live = rank.allocate(POOL, S0, 5 * MIB).expect("memory");
+            let _live = rank.allocate(POOL, S0, 5 * MIB).expect("memory should suffice");
             rank.allocate(POOL, S0, 30 * MIB).expect_err("more than the segment");
         },
     },
@@ -163,7 +172,7 @@ const STORIES: &[Story] = &[
         name: "refused-by-driver",
         pool: "",
         ops: |rank, device| {
-            let _live = rank.allocate(POOL, S0, 5 * MIB).expect("memory");
+            let _live = rank.allocate(POOL, S0, 5 * MIB).expect("memory should suffice");
             refuse(device, Call::Map, Fault::OutOfMemory);
             rank.allocate(POOL, S0, 30 * MIB).expect_err("refused");
         },
@@ -180,8 +189,8 @@ const STORIES: &[Story] = &[
         name: "reclaim-in-vain",
         pool: "limited",
         ops: |rank, _| {
-            let made = [S0, S1].map(|stream| rank.allocate(POOL, stream, 7 * MIB).expect("memory"));
-            rank.free(made[0].handle).expect("live");
+            let made = [S0, S1].map(|stream| rank.allocate(POOL, stream, 7 * MIB).expect("memory should suffice"));
+            rank.free(made[0].handle).expect("the allocation should be live");
             rank.allocate(POOL, S0, 15 * MIB).expect_err("the other stream holds too much");
         },
     },
@@ -189,8 +198,8 @@ const STORIES: &[Story] = &[
         name: "reclaim-helps",
         pool: "limited",
         ops: |rank, _| {
-            let made = [S0, S1].map(|stream| rank.allocate(POOL, stream, 7 * MIB).expect("memory"));
-            rank.free(made[1].handle).expect("live");
+            let made = [S0, S1].map(|stream| rank.allocate(POOL, stream, 7 * MIB).expect("memory should suffice"));
+            rank.free(made[1].handle).expect("the allocation should be live");
             let _live = rank.allocate(POOL, S0, 9 * MIB).expect("the other stream's memory was released");
         },
     },
@@ -207,19 +216,19 @@ const STORIES: &[Story] = &[
         name: "release-threshold",
         pool: "threshold",
         ops: |rank, _| {
-            let made = rank.allocate(POOL, S0, 9 * MIB).expect("memory");
-            let _live = rank.allocate(POOL, S0, 100 * KIB).expect("memory");
-            rank.free(made.handle).expect("live");
+            let made = rank.allocate(POOL, S0, 9 * MIB).expect("memory should suffice");
+            let _live = rank.allocate(POOL, S0, 100 * KIB).expect("memory should suffice");
+            rank.free(made.handle).expect("the allocation should be live");
         },
     },
     Story {
         name: "shared-streams",
         pool: "shared",
         ops: |rank, _| {
-            let made = rank.allocate(POOL, S0, MIB).expect("memory");
-            rank.record_use(made.handle, S1).expect("live");
-            rank.free(made.handle).expect("live");
-            let _live = rank.allocate(POOL, S1, MIB).expect("memory");
+            let made = rank.allocate(POOL, S0, MIB).expect("memory should suffice");
+            rank.record_use(made.handle, S1).expect("the allocation should be live");
+            rank.free(made.handle).expect("the allocation should be live");
+            let _live = rank.allocate(POOL, S1, MIB).expect("memory should suffice");
         },
     },
     Story {
@@ -227,8 +236,8 @@ const STORIES: &[Story] = &[
         pool: "",
         ops: |rank, _| {
             leave_room_around_one(rank);
-            rank.trim_all().expect("no faults");
-            let _live = rank.allocate(POOL, S0, 2 * MIB).expect("memory");
+            rank.trim_all().expect("no fault should be injected");
+            let _live = rank.allocate(POOL, S0, 2 * MIB).expect("memory should suffice");
         },
     },
 ];
@@ -237,7 +246,7 @@ fn pool_config(name: &str) -> PoolConfig {
     let pool = PoolConfig::builder();
     match name {
         "fixed" => pool.fixed(),
-        "reserved" => return "segments:reserved,segment_bytes:16777216".parse().expect("valid"),
+        "reserved" => return "segments:reserved,segment_bytes:16777216".parse().expect("the text should be valid"),
         "limited" => pool.limit_bytes(Some(16 * MIB)).reclaim(Reclaim::Pool),
         "gives-nothing-back" => pool.reclaim(Reclaim::Never),
         "threshold" => pool.release_threshold_bytes(Some(4 * MIB)),
@@ -245,18 +254,19 @@ fn pool_config(name: &str) -> PoolConfig {
         _ => pool,
     }
     .build()
-    .expect("valid")
+    .expect("the configuration should be valid")
 }
 
 fn digest(story: &Story, rank: u32) -> Digest {
     let device = SimBackend::builder().seed(1).rank(rank).build();
-    let config = Config::builder().default_pool(pool_config(story.pool)).build().expect("valid");
-    let allocator = Allocator::new(&device, config).expect("valid");
+    let config =
+        Config::builder().default_pool(pool_config(story.pool)).build().expect("the configuration should be valid");
+    let allocator = Allocator::new(&device, config).expect("the arguments should be valid");
     allocator.register_stream().expect("a stream id is available");
     allocator.register_stream().expect("a stream id is available");
     (story.ops)(&allocator, &device);
-    allocator.check().expect("consistent");
-    allocator.digest(POOL).expect("it exists")
+    allocator.check().expect("the invariants should hold");
+    allocator.digest(POOL).expect("the pool should exist")
 }
 
 fn of(name: &str) -> Digest {
@@ -303,12 +313,12 @@ fn histories_that_differ_in_one_decision_have_different_digests() {
     // The same request, refused by the same heap for each reason.
     let by = |ops| digest(&Story { name: "", pool: "gives-nothing-back", ops }, 0);
     let by_limit = by(|rank, _| {
-        let _live = rank.allocate(POOL, S0, 8 * MIB).expect("memory");
+        let _live = rank.allocate(POOL, S0, 8 * MIB).expect("memory should suffice");
         rank.set_total_limit_bytes(Some(8 * MIB));
         rank.allocate(POOL, S0, 6 * MIB).expect_err("beyond the limit");
     });
     let by_driver = by(|rank, device| {
-        let _live = rank.allocate(POOL, S0, 8 * MIB).expect("memory");
+        let _live = rank.allocate(POOL, S0, 8 * MIB).expect("memory should suffice");
         refuse(device, Call::Map, Fault::OutOfMemory);
         rank.allocate(POOL, S0, 6 * MIB).expect_err("refused");
     });
@@ -325,10 +335,10 @@ fn histories_that_differ_in_one_decision_have_different_digests() {
 fn the_granularity_is_in_every_digest() {
     let digest = |granularity_bytes| {
         let device = SimBackend::builder().granularity_bytes(granularity_bytes).build();
-        let allocator: Rank<'_> = Allocator::new(&device, Config::default()).expect("valid");
+        let allocator: Rank<'_> = Allocator::new(&device, Config::default()).expect("the arguments should be valid");
         allocator.register_stream().expect("a stream id is available");
         let _live = allocator.allocate(POOL, S0, 0).expect("zero bytes never fail");
-        allocator.digest(POOL).expect("it exists")
+        allocator.digest(POOL).expect("the pool should exist")
     };
     assert_ne!(digest(MIB), digest(2 * MIB));
 }
@@ -338,15 +348,15 @@ fn the_granularity_is_in_every_digest() {
 fn the_end_of_a_pool_is_in_its_digest() {
     let histories = |is_destroyed| {
         let device = SimBackend::builder().build();
-        let allocator: Rank<'_> = Allocator::new(&device, Config::default()).expect("valid");
+        let allocator: Rank<'_> = Allocator::new(&device, Config::default()).expect("the arguments should be valid");
         allocator.register_stream().expect("a stream id is available");
-        let symmetric = PoolConfig::builder().symmetric(true).build().expect("valid");
-        let pool = allocator.create_pool(symmetric).expect("valid");
-        let made = allocator.allocate(pool, S0, MIB).expect("memory");
-        allocator.free(made.handle).expect("live");
-        allocator.trim_all().expect("no faults");
+        let symmetric = PoolConfig::builder().symmetric(true).build().expect("the configuration should be valid");
+        let pool = allocator.create_pool(symmetric).expect("the configuration should be valid");
+        let made = allocator.allocate(pool, S0, MIB).expect("memory should suffice");
+        allocator.free(made.handle).expect("the allocation should be live");
+        allocator.trim_all().expect("no fault should be injected");
         if is_destroyed {
-            allocator.destroy_pool(pool).expect("empty");
+            allocator.destroy_pool(pool).expect("the pool should be empty");
         }
         allocator.heap_histories()
     };
@@ -363,20 +373,21 @@ fn the_history_of_a_shrink_equals_the_unmapped_ranges() {
             taken_back.borrow_mut().push((SegmentId(0), offset_bytes, size_bytes));
         }
     };
-    let pool = PoolConfig::builder().symmetric(true).build().expect("valid");
-    let config = Config::builder().default_pool(pool).build().expect("valid");
-    let allocator: Allocator<_> = Allocator::new(Hooked { inner: &device, hook: log }, config).expect("valid");
+    let pool = PoolConfig::builder().symmetric(true).build().expect("the configuration should be valid");
+    let config = Config::builder().default_pool(pool).build().expect("the configuration should be valid");
+    let allocator: Allocator<_> =
+        Allocator::new(Hooked { inner: &device, hook: log }, config).expect("the arguments should be valid");
     allocator.register_stream().expect("a stream id is available");
-    let take = |size_bytes| allocator.allocate(POOL, S0, size_bytes).expect("memory");
+    let take = |size_bytes| allocator.allocate(POOL, S0, size_bytes).expect("memory should suffice");
     let _holds_the_segment = take(KIB);
     let (mut random, mut live) = (SplitMix64::new(1), Vec::new());
     for _ in 0..20 {
         live.extend((0..10).map(|_| take(1 + random.below(9 * MIB))));
         for _ in 0..8 {
             let victim = random.below(live.len() as u64) as usize;
-            allocator.free(live.swap_remove(victim).handle).expect("live");
+            allocator.free(live.swap_remove(victim).handle).expect("the allocation should be live");
         }
-        allocator.trim_all().expect("no faults");
+        allocator.trim_all().expect("no fault should be injected");
     }
     let mut reported = Vec::new();
     allocator.look_back(0, StreamGroup::One(S0), &mut |journal| {
@@ -401,7 +412,10 @@ const EMPTY: PoolId = PoolId(3);
 fn every_op() -> Vec<Op> {
     let id = AllocationId;
     let allocate = |number, pool, stream, size_bytes| Op::Allocate { id: id(number), pool, stream, size_bytes };
-    let create = |pool| Op::CreatePool { pool, config: "symmetric:true".parse::<PoolConfig>().expect("valid").into() };
+    let create = |pool| Op::CreatePool {
+        pool,
+        config: "symmetric:true".parse::<PoolConfig>().expect("the text should be valid").into(),
+    };
     vec![
         Op::register(S0),
         Op::register(S1),
@@ -516,10 +530,10 @@ fn changed(op: &Op) -> Vec<Op> {
 /// Returns the digests of all pools after a program.
 fn digests_after(ops: &[Op]) -> Vec<Result<Digest, UnknownError>> {
     let records: Vec<Record> = ops.iter().cloned().map(Record::from).collect();
-    let program = Program::new(&records).expect("valid");
+    let program = Program::new(&records).expect("the arguments should be valid");
     let device = SimBackend::builder().build();
-    let config: Config = "symmetric:true".parse().expect("valid");
-    let allocator: Rank<'_> = Allocator::new(&device, config).expect("valid");
+    let config: Config = "symmetric:true".parse().expect("the text should be valid");
+    let allocator: Rank<'_> = Allocator::new(&device, config).expect("the arguments should be valid");
     let mut replay = Replay::new(&allocator, &program);
     for op in program.ops() {
         replay.step(op).unwrap_or_else(|error| panic!("{op:?}: {error}"));

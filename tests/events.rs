@@ -19,7 +19,7 @@ struct Listener(Arc<Mutex<Vec<String>>>);
 
 impl Listener {
     fn heard(&self) -> Vec<String> {
-        std::mem::take(&mut self.0.lock().expect("no panic"))
+        std::mem::take(&mut self.0.lock().expect("no thread should panic"))
     }
 }
 
@@ -38,12 +38,12 @@ impl Subscriber for Listener {
     fn event(&self, event: &Event<'_>) {
         let mut line = event.metadata().name().to_owned();
         event.record(&mut Fields(&mut line));
-        self.0.lock().expect("no panic").push(line);
+        self.0.lock().expect("no thread should panic").push(line);
     }
     fn new_span(&self, span: &Attributes<'_>) -> Id {
         let mut line = format!("> {}", span.metadata().name());
         span.record(&mut Fields(&mut line));
-        self.0.lock().expect("no panic").push(line);
+        self.0.lock().expect("no thread should panic").push(line);
         Id::from_u64(1)
     }
     fn record(&self, _: &Id, _: &Record<'_>) {}
@@ -56,30 +56,31 @@ impl Subscriber for Listener {
 fn rare_events_have_stable_names_and_fields_and_a_cache_hit_has_none() {
     let listener = Listener::default();
     let _guard = tracing::subscriber::set_default(listener.clone());
-    let pool = PoolConfig::builder().limit_bytes(Some(8 * MIB)).build().expect("valid");
-    let config = Config::builder().default_pool(pool).build().expect("valid");
-    let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), config).expect("a device");
-    let stream = allocator.register_stream().expect("the first");
+    let pool = PoolConfig::builder().limit_bytes(Some(8 * MIB)).build().expect("the configuration should be valid");
+    let config = Config::builder().default_pool(pool).build().expect("the configuration should be valid");
+    let allocator: Allocator<_> =
+        Allocator::new(SimBackend::builder().build(), config).expect("the device should be created");
+    let stream = allocator.register_stream().expect("the first stream should be registered");
     assert_eq!(listener.heard(), ["stream.registered stream=0 group=0"]);
     let allocate = |size_bytes| allocator.allocate(PoolId::DEFAULT, stream, size_bytes);
 
-    let first = allocate(2 * MIB).expect("within the limit");
+    let first = allocate(2 * MIB).expect("the request should stay within the limit");
     let birth = [
         "> heap.obtain pool=0 stream=0 size_bytes=2097152",
         "segment.birth pool=0 stream=0 segment=0 offset_bytes=0 size_bytes=2097152",
     ];
     assert_eq!(listener.heard(), birth);
-    let second = allocate(2 * MIB).expect("within the limit");
+    let second = allocate(2 * MIB).expect("the request should stay within the limit");
     let growth = [
         "> heap.obtain pool=0 stream=0 size_bytes=2097152",
         "segment.growth pool=0 stream=0 segment=0 offset_bytes=2097152 size_bytes=2097152",
     ];
     assert_eq!(listener.heard(), growth);
 
-    allocator.free(first.handle).expect("live");
-    let first = allocate(MIB).expect("cached");
+    allocator.free(first.handle).expect("the allocation should be live");
+    let first = allocate(MIB).expect("the memory should be cached");
     assert!(listener.heard().is_empty());
-    allocator.free(first.handle).expect("live");
+    allocator.free(first.handle).expect("the allocation should be live");
 
     allocate(100 * MIB).expect_err("more than the limit");
     let heard = listener.heard();
@@ -103,7 +104,7 @@ fn rare_events_have_stable_names_and_fields_and_a_cache_hit_has_none() {
     ];
     assert_eq!(listener.heard(), path);
 
-    allocator.free(second.handle).expect("live");
+    allocator.free(second.handle).expect("the allocation should be live");
     assert!(listener.heard().is_empty());
     assert_eq!(allocator.trim_all(), Ok(2 * MIB));
     let death = [
@@ -122,19 +123,23 @@ fn pools_and_failed_trims_emit_events() {
     let listener = Listener::default();
     let _guard = tracing::subscriber::set_default(listener.clone());
     let device = SimBackend::builder().fail(Some(Call::Unmap), FaultRule::At { ordinal: 0 }, Fault::Refused).build();
-    let allocator: Allocator<_> = Allocator::new(device, Config::default()).expect("a device");
-    let stream = allocator.register_stream().expect("the first");
-    let config = PoolConfig::builder().symmetric(true).limit_bytes(Some(64 * MIB)).build().expect("valid");
+    let allocator: Allocator<_> = Allocator::new(device, Config::default()).expect("the device should be created");
+    let stream = allocator.register_stream().expect("the first stream should be registered");
+    let config = PoolConfig::builder()
+        .symmetric(true)
+        .limit_bytes(Some(64 * MIB))
+        .build()
+        .expect("the configuration should be valid");
     listener.heard();
-    let pool = allocator.create_pool(config).expect("valid");
+    let pool = allocator.create_pool(config).expect("the configuration should be valid");
     assert_eq!(listener.heard(), ["pool.created pool=1 symmetric=true limit_bytes=67108864"]);
-    allocator.reserve(pool, stream, 4 * MIB).expect("within the limit");
+    allocator.reserve(pool, stream, 4 * MIB).expect("the request should stay within the limit");
     assert_eq!(listener.heard()[0], "> heap.reserve pool=1 stream=0 size_bytes=4194304");
     allocator.trim_pool(pool).expect_err("the driver call fails");
-    let failed = listener.heard().pop().expect("the last event");
+    let failed = listener.heard().pop().expect("there should be a last event");
     assert!(failed.starts_with("trim.failed pool=1 stream=0 released_bytes=0 error="), "{failed}");
     allocator.destroy_pool(pool).expect("the driver works again");
-    assert_eq!(listener.heard().pop().expect("the last event"), "pool.destroyed pool=1");
+    assert_eq!(listener.heard().pop().expect("there should be a last event"), "pool.destroyed pool=1");
 }
 
 #[test]
@@ -144,20 +149,25 @@ fn a_divergence_emits_an_event_on_every_rank() {
             scope.spawn(move || {
                 let listener = Listener::default();
                 let _guard = tracing::subscriber::set_default(listener.clone());
-                let pool = PoolConfig::builder().symmetric(true).build().expect("valid");
-                let config = Config::builder().default_pool(pool).build().expect("valid");
-                let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), config).expect("a device");
-                let stream = allocator.register_stream().expect("the first");
+                let pool = PoolConfig::builder().symmetric(true).build().expect("the configuration should be valid");
+                let config = Config::builder().default_pool(pool).build().expect("the configuration should be valid");
+                let allocator: Allocator<_> =
+                    Allocator::new(SimBackend::builder().build(), config).expect("the device should be created");
+                let stream = allocator.register_stream().expect("the first stream should be registered");
                 let size_bytes = 2 * MIB + u64::from(transport.rank());
-                let _live = allocator.allocate(PoolId::DEFAULT, stream, size_bytes).expect("fits");
+                let _live = allocator.allocate(PoolId::DEFAULT, stream, size_bytes).expect("the allocation should fit");
                 listener.heard();
                 agree(&allocator, &transport, Point::Sync).expect_err("they differ");
                 let mut heard = listener.heard();
                 assert_eq!(heard[0], format!("> ranks.agree rank={} ranks=2 point=a sync", transport.rank()));
-                heard.pop().expect("the last event")
+                heard.pop().expect("there should be a last event")
             })
         });
-        ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().expect("no panic")).collect::<Vec<_>>()
+        ranks
+            .collect::<Vec<_>>()
+            .into_iter()
+            .map(|rank| rank.join().expect("the thread should not panic"))
+            .collect::<Vec<_>>()
     });
     for (rank, line) in heard.iter().enumerate() {
         let expected = format!(
@@ -187,8 +197,9 @@ impl Sink for Full {
 fn the_early_end_of_a_recording_emits_one_event() {
     let listener = Listener::default();
     let _guard = tracing::subscriber::set_default(listener.clone());
-    let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("a device");
-    allocator.start_recording(Full).expect("nothing was allocated");
+    let allocator: Allocator<_> =
+        Allocator::new(SimBackend::builder().build(), Config::default()).expect("the device should be created");
+    allocator.start_recording(Full).expect("nothing should have been allocated");
     for _ in 0..3 {
         allocator.register_stream().expect("a stream id is available");
     }
@@ -208,11 +219,12 @@ fn the_early_end_of_a_recording_emits_one_event() {
 fn the_event_of_a_shrink_states_the_range() {
     let listener = Listener::default();
     let _guard = tracing::subscriber::set_default(listener.clone());
-    let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("a device");
-    let stream = allocator.register_stream().expect("the first");
-    let _live = allocator.allocate(PoolId::DEFAULT, stream, MIB).expect("no limit");
-    let freed = allocator.allocate(PoolId::DEFAULT, stream, 5 * MIB).expect("no limit");
-    allocator.free(freed.handle).expect("live");
+    let allocator: Allocator<_> =
+        Allocator::new(SimBackend::builder().build(), Config::default()).expect("the device should be created");
+    let stream = allocator.register_stream().expect("the first stream should be registered");
+    let _live = allocator.allocate(PoolId::DEFAULT, stream, MIB).expect("no limit should be reached");
+    let freed = allocator.allocate(PoolId::DEFAULT, stream, 5 * MIB).expect("no limit should be reached");
+    allocator.free(freed.handle).expect("the allocation should be live");
     listener.heard();
     assert_eq!(allocator.trim_all(), Ok(4 * MIB));
     let shrink = "segment.shrink pool=0 stream=0 segment=0 offset_bytes=2097152 size_bytes=4194304";

@@ -57,7 +57,7 @@ fn all_words(letters: &[Letter], length: usize, config: &Config, granularity_byt
         // A word that becomes meaningless at some letter is equivalent to its prefix: skip all words with that prefix.
         let valid = (1..=length).take_while(|end| spell(&spelt[..*end]).is_some()).count();
         if valid == length {
-            let ops = spell(&spelt).expect("valid").into_iter().enumerate();
+            let ops = spell(&spelt).expect("the input should be valid").into_iter().enumerate();
             // Ops identify their allocations by handle and by address in turn.
             let ops = ops.map(|(index, op)| (op, Access::from_byte((index as u64 + programs) as u8)));
             let scenario = Scenario::new(config.clone(), granularity_bytes, ops);
@@ -89,8 +89,8 @@ fn letters(sizes: [u64; 2]) -> Vec<Letter> {
 
 fn config(segments: SegmentPolicy, streams: StreamPolicy, limit_bytes: u64) -> Config {
     let pool = PoolConfig::builder().segments(segments).streams(streams).limit_bytes(Some(limit_bytes));
-    let config = Config::builder().default_pool(pool.build().expect("valid"));
-    config.pointer_lookup(PointerLookup::Exact).build().expect("valid")
+    let config = Config::builder().default_pool(pool.build().expect("the configuration should be valid"));
+    config.pointer_lookup(PointerLookup::Exact).build().expect("the configuration should be valid")
 }
 
 fn tiny_expandable() -> SegmentPolicy {

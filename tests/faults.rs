@@ -33,7 +33,8 @@ fn run(scenario: &Scenario, device: &SimBackend) -> Outcomes {
     let _report = PrintOnPanic(scenario);
     let mut seen = Outcomes { outcomes: Vec::new(), errors: Vec::new(), fallible_calls: 0, is_noticed: false };
     {
-        let allocator: Allocator<_> = Allocator::new(device, scenario.config.clone()).expect("valid");
+        let allocator: Allocator<_> =
+            Allocator::new(device, scenario.config.clone()).expect("the arguments should be valid");
         let mut run = Run::new(&allocator, scenario);
         let mut work = DeviceWork::new(device);
         for (index, op) in scenario.program.ops().iter().enumerate() {
@@ -66,7 +67,7 @@ fn that_trims_only_when_told(scenario: &Scenario) -> Scenario {
         .default_pool(plain(scenario.config.default_pool()))
         .total_limit_bytes(None)
         .build()
-        .expect("valid");
+        .expect("the configuration should be valid");
     // A pool is destroyed even if its memory cannot be released, so a second attempt would not find the pool.
     let ops = scenario.ops().filter(|(op, _)| !matches!(op, Op::DestroyPool { .. })).map(|(op, access)| match op {
         Op::CreatePool { pool, config } => (Op::CreatePool { pool, config: Box::new(plain(&config)) }, access),
@@ -146,7 +147,8 @@ fn with_many_refused_calls_the_allocator_stays_consistent_and_leaks_nothing() {
         let device = scenario.device_builder(seed).fail(None, rule, Fault::Refused).build();
         let _report = PrintOnPanic(&scenario);
         {
-            let allocator: Allocator<_> = Allocator::new(&device, scenario.config.clone()).expect("valid");
+            let allocator: Allocator<_> =
+                Allocator::new(&device, scenario.config.clone()).expect("the arguments should be valid");
             let mut run = Run::new(&allocator, &scenario);
             let mut work = DeviceWork::new(&device);
             for (index, op) in scenario.program.ops().iter().enumerate() {
@@ -174,7 +176,8 @@ fn a_lost_device_fails_every_call_without_a_panic() {
         for ordinal in (0..calls).step_by(5) {
             let device = scenario.device_builder(seed).fail_at(ordinal, Fault::DeviceLost).build();
             let _report = PrintOnPanic(&scenario);
-            let allocator: Allocator<_> = Allocator::new(&device, scenario.config.clone()).expect("valid");
+            let allocator: Allocator<_> =
+                Allocator::new(&device, scenario.config.clone()).expect("the arguments should be valid");
             let mut run = Run::new(&allocator, &scenario);
             for (index, op) in scenario.program.ops().iter().enumerate() {
                 let _refused_or_not = run.step(index);
@@ -189,13 +192,13 @@ fn a_lost_device_fails_every_call_without_a_panic() {
 /// Rule D4: when the driver is out of memory on one rank, nothing is released behind the program's back.
 #[test]
 fn a_refusal_of_the_driver_releases_nothing() {
-    let pool = PoolConfig::builder().fixed().reclaim(Reclaim::Pool).build().expect("valid");
-    let config = Config::builder().default_pool(pool).build().expect("valid");
+    let pool = PoolConfig::builder().fixed().reclaim(Reclaim::Pool).build().expect("the configuration should be valid");
+    let config = Config::builder().default_pool(pool).build().expect("the configuration should be valid");
     let device = SimBackend::builder().memory_bytes(64 << 20).build();
-    let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
-    let stream = allocator.register_stream().expect("the first");
-    let cached = allocator.allocate(PoolId::DEFAULT, stream, 40 << 20).expect("fits");
-    allocator.free(cached.handle).expect("live");
+    let allocator: Allocator<_> = Allocator::new(&device, config).expect("the arguments should be valid");
+    let stream = allocator.register_stream().expect("the first stream should be registered");
+    let cached = allocator.allocate(PoolId::DEFAULT, stream, 40 << 20).expect("the allocation should fit");
+    allocator.free(cached.handle).expect("the allocation should be live");
     let error = allocator.allocate(PoolId::DEFAULT, stream, 50 << 20).expect_err("24 MiB are left");
     let AllocateError::OutOfMemory(error) = error else { panic!("{error}") };
     assert!(matches!(error.cause, OutOfMemoryCause::Driver(_)));
@@ -211,13 +214,17 @@ fn a_failed_trim_reports_all_released_bytes() {
     let mut failed = 0;
     for (segments, every) in [("fixed", 2), ("fixed", 3), ("expandable", 2), ("expandable", 3)] {
         let device = SimBackend::builder().build();
-        let config: Config = format!("segments:{segments}").parse().expect("valid");
-        let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
+        let config: Config = format!("segments:{segments}").parse().expect("the text should be valid");
+        let allocator: Allocator<_> = Allocator::new(&device, config).expect("the arguments should be valid");
         for stream in [(); 3].map(|()| allocator.register_stream().expect("a stream id is available")) {
-            let allocate = |mib: u64| allocator.allocate(PoolId::DEFAULT, stream, mib << 20).expect("fits").handle;
+            let allocate = |mib: u64| {
+                allocator.allocate(PoolId::DEFAULT, stream, mib << 20).expect("the allocation should fit").handle
+            };
             // Every second allocation is freed, which leaves whole segments, or holes in one.
             let made = [24, 26, 28, 30, 32, 34].map(allocate);
-            made.into_iter().step_by(2).for_each(|handle| allocator.free(handle).expect("live"));
+            made.into_iter()
+                .step_by(2)
+                .for_each(|handle| allocator.free(handle).expect("the allocation should be live"));
         }
         device.inject(Some(Call::Unmap), FaultRule::Every { calls: every }, Fault::Refused);
         for pool in [None, Some(PoolId::DEFAULT), None] {
@@ -242,14 +249,15 @@ fn a_failed_trim_reports_all_released_bytes() {
 fn a_refusal_by_the_driver_changes_the_digest() {
     let digest = |is_refused: bool| {
         let device = SimBackend::builder().build();
-        let allocator: Allocator<_> = Allocator::new(&device, Config::default()).expect("valid");
-        let stream = allocator.register_stream().expect("the first");
+        let allocator: Allocator<_> =
+            Allocator::new(&device, Config::default()).expect("the arguments should be valid");
+        let stream = allocator.register_stream().expect("the first stream should be registered");
         if is_refused {
             device.inject(Some(Call::Map), FaultRule::At { ordinal: 0 }, Fault::OutOfMemory);
             allocator.allocate(PoolId::DEFAULT, stream, 1 << 20).expect_err("refused");
         }
-        let _live = allocator.allocate(PoolId::DEFAULT, stream, 1 << 20).expect("memory");
-        allocator.digest(PoolId::DEFAULT).expect("the default pool")
+        let _live = allocator.allocate(PoolId::DEFAULT, stream, 1 << 20).expect("memory should suffice");
+        allocator.digest(PoolId::DEFAULT).expect("the default pool should always exist")
     };
     assert_eq!(digest(false), digest(false));
     assert_ne!(digest(false), digest(true));
@@ -263,7 +271,8 @@ fn everything(scenario: &Scenario, device: &SimBackend, attempts: usize) -> usiz
     let _report = PrintOnPanic(scenario);
     let mut refused = 0;
     {
-        let allocator: Allocator<_> = Allocator::new(device, scenario.config.clone()).expect("valid");
+        let allocator: Allocator<_> =
+            Allocator::new(device, scenario.config.clone()).expect("the arguments should be valid");
         allocator.set_failure_callback(|allocator, _| match allocator.trim_all() {
             Ok(0) | Err(_) => Retry::GiveUp,
             Ok(_) => Retry::Again,
@@ -369,7 +378,8 @@ fn the_allocator_is_dropped_while_calls_fail() {
         let scenario = Scenario::from_seed(seed, OPS);
         let drop_with = |rule: Option<FaultRule>, fault: Fault| {
             let device = scenario.device(seed);
-            let allocator: Allocator<_> = Allocator::new(&device, scenario.config.clone()).expect("valid");
+            let allocator: Allocator<_> =
+                Allocator::new(&device, scenario.config.clone()).expect("the arguments should be valid");
             let mut run = Run::new(&allocator, &scenario);
             (0..scenario.program.ops().len()).for_each(|op| drop(run.step(op)));
             let before = device.calls().fallible();
@@ -400,10 +410,10 @@ fn job_with_fault(
         builder = builder.fail_at(ordinal, Fault::Refused);
     }
     let device = builder.build();
-    let config = Config::builder().default_pool(pool.clone()).build().expect("valid");
+    let config = Config::builder().default_pool(pool.clone()).build().expect("the configuration should be valid");
     let mut placements = Vec::new();
     let (digest, calls) = {
-        let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
+        let allocator: Allocator<_> = Allocator::new(&device, config).expect("the arguments should be valid");
         let mut replay = Replay::new(&allocator, program);
         for op in program.ops() {
             let mut result = replay.step(op);
@@ -414,7 +424,7 @@ fn job_with_fault(
             placements.extend(result.expect("one call failed").map(|made| made.placement));
         }
         allocator.check().expect("sound at the end");
-        (allocator.digest(PoolId::DEFAULT).expect("the default pool"), device.calls().fallible())
+        (allocator.digest(PoolId::DEFAULT).expect("the default pool should always exist"), device.calls().fallible())
     };
     assert!(device.leaks().is_empty(), "call {ordinal:?}, leaked: {}", device.leaks());
     (placements, digest, calls)
@@ -424,7 +434,9 @@ fn job_with_fault(
 fn recorded_jobs_continue_after_a_refused_call_at_any_op() {
     for (job, runs) in [("fsdp1_train_rank0", 24), ("fsdp_train_rank0", 12), ("moe_train", 12)] {
         let program = jobs::program(job);
-        for pool in [PoolConfig::default(), PoolConfig::builder().fixed().build().expect("valid")] {
+        for pool in
+            [PoolConfig::default(), PoolConfig::builder().fixed().build().expect("the configuration should be valid")]
+        {
             let (expected, digest, calls) = job_with_fault(&program, &pool, None);
             for run in 0..runs {
                 let ordinal = calls * run / runs;

@@ -36,8 +36,12 @@ impl Summary {
 fn replay(program: &Program, segments: &str, streams: StreamPolicy) -> Summary {
     let pool = PoolConfig::builder().streams(streams);
     let pool = if segments == "fixed" { pool.fixed() } else { pool.expandable() };
-    let config = Config::builder().default_pool(pool.build().expect("valid")).build().expect("valid");
-    let allocator: Allocator<_> = Allocator::new(SimBackend::builder().seed(1).build(), config).expect("valid");
+    let config = Config::builder()
+        .default_pool(pool.build().expect("the configuration should be valid"))
+        .build()
+        .expect("the configuration should be valid");
+    let allocator: Allocator<_> =
+        Allocator::new(SimBackend::builder().seed(1).build(), config).expect("the arguments should be valid");
     let mut placements = 0xcbf2_9ce4_8422_2325_u64;
     let mut fold = |word: u64| placements = (placements ^ word).wrapping_mul(0x100_0000_01b3);
     Replay::new(&allocator, program)
@@ -46,7 +50,7 @@ fn replay(program: &Program, segments: &str, streams: StreamPolicy) -> Summary {
             fold(allocation.placement.offset_bytes);
         })
         .expect("the job fits 80 GiB");
-    allocator.check().expect("consistent");
+    allocator.check().expect("the invariants should hold");
     let stats = allocator.stats();
     assert_eq!(allocator.backend().mapped_bytes_peak(), stats.reserved_bytes.peak);
     Summary {
@@ -55,7 +59,7 @@ fn replay(program: &Program, segments: &str, streams: StreamPolicy) -> Summary {
         peak_reserved_bytes: stats.reserved_bytes.peak,
         segments_born: stats.segments_born,
         placements,
-        digest: allocator.digest(PoolId::DEFAULT).expect("the default pool"),
+        digest: allocator.digest(PoolId::DEFAULT).expect("the default pool should always exist"),
         calls: allocator.backend().calls(),
     }
 }

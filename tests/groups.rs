@@ -19,19 +19,22 @@ const S1: StreamId = StreamId(1);
 const S2: StreamId = StreamId(2);
 
 fn config(pool: &str) -> Config {
-    Config::builder().default_pool(pool.parse().expect("valid")).build().expect("valid")
+    Config::builder()
+        .default_pool(pool.parse().expect("the text should be valid"))
+        .build()
+        .expect("the configuration should be valid")
 }
 
 /// Returns an allocator with three streams: s0, s1, and s2 in the group of `group`.
 fn allocator(pool: &str, group: StreamId) -> Allocator<SimBackend> {
-    let allocator = Allocator::new(SimBackend::builder().build(), config(pool)).expect("a device");
+    let allocator = Allocator::new(SimBackend::builder().build(), config(pool)).expect("the device should be created");
     assert_eq!([(); 2].map(|()| allocator.register_stream()), [Ok(S0), Ok(S1)]);
     assert_eq!(allocator.register_stream_in(group), Ok(S2));
     allocator
 }
 
 fn allocate(allocator: &Allocator<SimBackend>, stream: StreamId, mib: u64) -> Allocation {
-    let made = allocator.allocate(POOL, stream, mib * MIB).expect("no limit");
+    let made = allocator.allocate(POOL, stream, mib * MIB).expect("no limit should be reached");
     allocator.backend().submit(stream, made.address, made.size_bytes).expect("the earlier users were waited for");
     made
 }
@@ -40,7 +43,7 @@ fn allocate(allocator: &Allocator<SimBackend>, stream: StreamId, mib: u64) -> Al
 fn successors(pool: &str) -> ([Allocation; 2], Allocation) {
     let allocator = allocator(pool, S0);
     let first = allocate(&allocator, S0, 4);
-    allocator.free(first.handle).expect("live");
+    allocator.free(first.handle).expect("the allocation should be live");
     ([S1, S2].map(|stream| allocate(&allocator, stream, 4)), first)
 }
 
@@ -77,12 +80,12 @@ fn placements(job: &str, pool: &str, is_one_group: bool) -> Vec<Placement> {
         }
         record
     });
-    let program = Program::new(&records.collect::<Vec<_>>()).expect("valid");
+    let program = Program::new(&records.collect::<Vec<_>>()).expect("the arguments should be valid");
     let allocator: Allocator<_> =
-        Allocator::new(SimBackend::builder().seed(1).build(), config(pool)).expect("a device");
+        Allocator::new(SimBackend::builder().seed(1).build(), config(pool)).expect("the device should be created");
     let mut placements = Vec::new();
     Replay::new(&allocator, &program).run(|_, made| placements.push(made.placement)).expect("the job fits");
-    allocator.check().expect("consistent");
+    allocator.check().expect("the invariants should hold");
     placements
 }
 
@@ -101,7 +104,8 @@ fn a_heap_is_reported_once_for_its_group() {
     let live = allocate(&allocator, S2, 3);
     let heap = HeapId { pool: POOL, group: StreamGroup::Group(S0) };
     assert_eq!((heap.to_string(), heap.group.to_string()), ("p0 s0+".to_owned(), "s0+".to_owned()));
-    let of_heap = |stream| allocator.heap_stats(POOL, stream).expect("the pool exists").usage.all.allocations.current;
+    let of_heap =
+        |stream| allocator.heap_stats(POOL, stream).expect("the pool should exist").usage.all.allocations.current;
     assert_eq!([S0, S1, S2].map(of_heap), [1, 0, 1], "s0 made no op yet, and has the heap of its group");
     let more = allocate(&allocator, S0, 3);
     let by_heap = allocator.stats_by_heap();
@@ -109,27 +113,27 @@ fn a_heap_is_reported_once_for_its_group() {
     let segments = allocator.snapshot().segments;
     assert!(segments.iter().all(|segment| segment.heap == heap) && segments.len() == 1, "{segments:?}");
     assert_eq!(allocator.stats().usage.all.allocations.current, 2);
-    [live, more].into_iter().for_each(|made| allocator.free(made.handle).expect("live"));
+    [live, more].into_iter().for_each(|made| allocator.free(made.handle).expect("the allocation should be live"));
     assert_eq!(allocator.trim_all().map(|bytes| bytes > 0), Ok(true));
     assert_eq!(allocator.stats().reserved_bytes.current, 0);
-    allocator.check().expect("consistent");
+    allocator.check().expect("the invariants should hold");
 }
 
 /// A pool may reuse the heaps of a destroyed one, of which some members had none.
 #[test]
 fn a_later_pool_has_the_same_groups() {
     let allocator = allocator("streams:grouped", S0);
-    let grouped: PoolConfig = "streams:grouped".parse().expect("valid");
+    let grouped: PoolConfig = "streams:grouped".parse().expect("the text should be valid");
     for members in [[S0, S2], [S2, S0], [S2, S2]] {
-        let pool = allocator.create_pool(grouped.clone()).expect("a pool");
-        let first = allocator.allocate(pool, members[0], 4 * MIB).expect("no limit");
-        allocator.free(first.handle).expect("live");
-        let second = allocator.allocate(pool, members[1], 4 * MIB).expect("no limit");
+        let pool = allocator.create_pool(grouped.clone()).expect("the pool should be created");
+        let first = allocator.allocate(pool, members[0], 4 * MIB).expect("no limit should be reached");
+        allocator.free(first.handle).expect("the allocation should be live");
+        let second = allocator.allocate(pool, members[1], 4 * MIB).expect("no limit should be reached");
         assert_eq!(second.placement, first.placement);
-        assert_eq!(allocator.heap_digests(pool).expect("it exists").len(), 1);
-        allocator.free(second.handle).expect("live");
-        allocator.destroy_pool(pool).expect("empty");
-        allocator.check().expect("consistent");
+        assert_eq!(allocator.heap_digests(pool).expect("the pool should exist").len(), 1);
+        allocator.free(second.handle).expect("the allocation should be live");
+        allocator.destroy_pool(pool).expect("the pool should be empty");
+        allocator.check().expect("the invariants should hold");
     }
 }
 
@@ -143,7 +147,7 @@ fn a_layout_needs_the_same_groups() {
     let new = allocator("streams:grouped", S0);
     let restored = new.restore_layout(POOL, &saved).expect("the groups are equal");
     for (stream, made) in [(S2, kept), (S1, other)] {
-        let found = restored.find(stream, made.placement).expect("it was live");
+        let found = restored.find(stream, made.placement).expect("the allocation should have been live");
         assert_eq!((found.stream, found.allocation.placement), (stream, made.placement));
     }
     assert_eq!(restored.find(S1, Placement { offset_bytes: 1 << 30, ..kept.placement }), None);
@@ -173,25 +177,27 @@ fn a_plan_is_for_the_streams_of_one_group() {
         assert!(matches!(error, PlanError::Streams { pool: POOL, .. }), "{error}");
     }
     assert!(plan(StreamGroup::Group(S1), S0).is_err(), "s0 is older than the group");
-    assert_eq!(allocator.plans(POOL).expect("the pool exists").len(), 1);
+    assert_eq!(allocator.plans(POOL).expect("the pool should exist").len(), 1);
 }
 
 #[test]
 fn a_recording_keeps_groups() {
     let allocator = allocator("streams:grouped", S0);
     let sink = Memory::new();
-    allocator.start_recording(sink.clone()).expect("nothing was allocated");
+    allocator.start_recording(sink.clone()).expect("nothing should have been allocated");
     allocator.register_stream_in(S1).expect("s1 names a group");
     let _live = [StreamId(3), S2].map(|stream| allocate(&allocator, stream, 2));
-    allocator.stop_recording().expect("no faults");
+    allocator.stop_recording().expect("no fault should be injected");
     let records = sink.records();
-    let text = Trace::new(Some(allocator.config().clone()), records.clone()).expect("consistent").to_text();
+    let text = Trace::new(Some(allocator.config().clone()), records.clone())
+        .expect("the records should be consistent")
+        .to_text();
     assert!(text.contains("\nstream s0\nstream s1\nstream s2 in s0\nstream s3 in s1\n"), "{text}");
     let trace = Trace::parse(&text).expect("it was written");
-    let program = Program::new(trace.records()).expect("valid");
-    let again: Allocator<_> =
-        Allocator::new(SimBackend::builder().rank(1).build(), allocator.config().clone()).expect("a device");
-    Replay::new(&again, &program).run(|_, _| ()).expect("no limit");
+    let program = Program::new(trace.records()).expect("the arguments should be valid");
+    let again: Allocator<_> = Allocator::new(SimBackend::builder().rank(1).build(), allocator.config().clone())
+        .expect("the device should be created");
+    Replay::new(&again, &program).run(|_, _| ()).expect("no limit should be reached");
     assert_eq!(again.groups(), allocator.groups());
     assert_eq!(again.heap_digests(POOL), allocator.heap_digests(POOL));
 }

@@ -33,20 +33,20 @@ fn a_limit_refuses_only_what_does_not_fit() {
             "stitching:true,stitching_granule_mb:2,stitching_least_mb:4",
             "stitching:true,stitching_granule_mb:64,growth_mb:128",
         ]);
-        let limit_mb: u64 = pick(&["7", "33", "64", "120", "500"]).parse().expect("a number");
+        let limit_mb: u64 = pick(&["7", "33", "64", "120", "500"]).parse().expect("it should be a number");
         let limit = pick(&["limit_mb", "total_limit_mb"]);
         let reclaim = pick(&["reclaim:never", "reclaim:heap", "reclaim:pool"]);
-        let granularity_bytes: u64 = pick(&["512", "65536", "2097152"]).parse().expect("a number");
+        let granularity_bytes: u64 = pick(&["512", "65536", "2097152"]).parse().expect("it should be a number");
         let text = format!("{segments},{limit}:{limit_mb},{reclaim}");
         let device = SimBackend::builder().granularity_bytes(granularity_bytes).memory_bytes(1 << 50).build();
-        let allocator: Allocator<_> = Allocator::new(&device, config(&text)).expect("valid");
+        let allocator: Allocator<_> = Allocator::new(&device, config(&text)).expect("the arguments should be valid");
         let stream = allocator.register_stream().expect("a stream id is available");
         let mut random = SplitMix64::new(case);
         let mut live = Vec::new();
         for op in 0..60 {
             if random.below(3) == 0 && !live.is_empty() {
                 let freed = live.swap_remove(random.below(live.len() as u64) as usize);
-                allocator.free(freed).expect("live");
+                allocator.free(freed).expect("the allocation should be live");
                 continue;
             }
             let size_bytes = match random.below(4) {
@@ -84,20 +84,21 @@ fn a_limit_refuses_only_what_does_not_fit() {
 #[test]
 fn the_default_granules_of_stitching_shrink_to_the_limit() {
     let allocator: Allocator<_> =
-        Allocator::new(SimBackend::builder().build(), config("stitching:true,total_limit_mb:120")).expect("valid");
+        Allocator::new(SimBackend::builder().build(), config("stitching:true,total_limit_mb:120"))
+            .expect("the arguments should be valid");
     let stream = allocator.register_stream().expect("a stream id is available");
-    let _live = allocator.allocate(POOL, stream, 80 * MIB).expect("it fits");
+    let _live = allocator.allocate(POOL, stream, 80 * MIB).expect("the allocation should fit");
     let tight = allocator.allocate(POOL, stream, 40 * MIB).expect("it fits exactly");
     assert_eq!(allocator.stats().reserved_bytes.current, 120 * MIB);
     // Memory that was acquired tightly is reused and released like any other, and growth continues where it was.
-    allocator.free(tight.handle).expect("live");
+    allocator.free(tight.handle).expect("the allocation should be live");
     let again = allocator.allocate(POOL, stream, 40 * MIB).expect("the memory is cached");
     assert_eq!(again.placement, tight.placement);
-    allocator.free(again.handle).expect("live");
+    allocator.free(again.handle).expect("the allocation should be live");
     assert_eq!(allocator.trim_all(), Ok(40 * MIB));
     let layout = allocator.save_layout(POOL).expect("nothing is stitched");
     assert_eq!(layout.reserved_bytes(), 80 * MIB);
-    let small = allocator.allocate(POOL, stream, 12 * MIB).expect("it fits");
+    let small = allocator.allocate(POOL, stream, 12 * MIB).expect("the allocation should fit");
     assert_eq!(small.placement.offset_bytes, 80 * MIB, "at the end of the range");
 }
 
@@ -107,12 +108,12 @@ fn a_layout_with_a_tight_segment_is_restored() {
     let text = "stitching:true,total_limit_mb:110";
     let make = |seed| {
         let device = SimBackend::builder().seed(seed).build();
-        let allocator: Allocator<_> = Allocator::new(device, config(text)).expect("valid");
+        let allocator: Allocator<_> = Allocator::new(device, config(text)).expect("the arguments should be valid");
         allocator.register_stream().expect("a stream id is available");
         allocator
     };
     let (saved, restored, stream) = (make(1), make(2), StreamId(0));
-    let big = saved.allocate(POOL, stream, 64 * MIB).expect("it fits");
+    let big = saved.allocate(POOL, stream, 64 * MIB).expect("the allocation should fit");
     let tight = saved.allocate(POOL, stream, 42 * MIB).expect("it fits tightly");
     let layout = saved.save_layout(POOL).expect("nothing is stitched");
     let live = restored.restore_layout(POOL, &layout).expect("the pool is unused");
@@ -122,15 +123,15 @@ fn a_layout_with_a_tight_segment_is_restored() {
         (segment.segment, segment.size_bytes, segment.mapped_bytes)
     };
     assert_eq!([0, 1].map(|at| freed(&saved, at)), [0, 1].map(|at| freed(&restored, at)));
-    saved.free(big.handle).expect("live");
-    saved.free(tight.handle).expect("live");
-    live.allocations().for_each(|made| restored.free(made.allocation.handle).expect("live"));
+    saved.free(big.handle).expect("the allocation should be live");
+    saved.free(tight.handle).expect("the allocation should be live");
+    live.allocations().for_each(|made| restored.free(made.allocation.handle).expect("the allocation should be live"));
     for size_bytes in [40, 30, 20, 10].map(|mib| mib * MIB) {
         let placed = [&saved, &restored].map(|allocator| allocator.allocate(POOL, stream, size_bytes));
         let placed = placed.map(|made| made.map(|made| made.placement).map_err(|error| error.to_string()));
         assert_eq!(placed[0], placed[1]);
     }
-    restored.check().expect("consistent");
+    restored.check().expect("the invariants should hold");
 }
 
 /// The failure callback runs only if freeing memory can help: not if the request exceeds the limit, the limit without segments that stay, or
@@ -156,14 +157,17 @@ fn the_failure_callback_runs_only_if_an_eviction_can_help() {
         ("segments:reserved,segment_mb:40", "", 40, true),
     ];
     for (text, pool, request_mb, runs) in cases {
-        let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), config(text)).expect("valid");
+        let allocator: Allocator<_> =
+            Allocator::new(SimBackend::builder().build(), config(text)).expect("the arguments should be valid");
         let stream = allocator.register_stream().expect("a stream id is available");
-        let first = allocator.allocate(POOL, stream, 512).expect("it fits");
+        let first = allocator.allocate(POOL, stream, 512).expect("the allocation should fit");
         let pool = match pool {
             "" => POOL,
-            text => allocator.create_pool(text.parse::<PoolConfig>().expect("valid")).expect("valid"),
+            text => allocator
+                .create_pool(text.parse::<PoolConfig>().expect("the text should be valid"))
+                .expect("the configuration should be valid"),
         };
-        let held = allocator.allocate(pool, stream, 2 * MIB).expect("it fits");
+        let held = allocator.allocate(pool, stream, 2 * MIB).expect("the allocation should fit");
         let called = Arc::new(AtomicU32::new(0));
         let count = Arc::clone(&called);
         allocator.set_failure_callback(move |_, _| {
@@ -174,9 +178,9 @@ fn the_failure_callback_runs_only_if_an_eviction_can_help() {
         assert!(matches!(refused, AllocateError::OutOfMemory(_)), "{text}: {refused}");
         assert_eq!(called.load(Ordering::Relaxed) > 0, runs, "{text}: {request_mb} MiB: {refused}");
         // Without its live allocations, the pool serves exactly the requests for which the callback runs.
-        [first, held].into_iter().for_each(|made| allocator.free(made.handle).expect("live"));
+        [first, held].into_iter().for_each(|made| allocator.free(made.handle).expect("the allocation should be live"));
         if pool != POOL {
-            allocator.trim_all().expect("no faults");
+            allocator.trim_all().expect("no fault should be injected");
         }
         let served = allocator.allocate(pool, stream, request_mb * MIB);
         assert_eq!(served.is_ok(), runs, "{text}: {request_mb} MiB: {served:?}");
@@ -186,7 +190,8 @@ fn the_failure_callback_runs_only_if_an_eviction_can_help() {
 /// A heap that holds more than a lowered limit can serve the request from what it holds, so the callback runs.
 #[test]
 fn a_lowered_limit_does_not_make_held_memory_useless() {
-    let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("valid");
+    let allocator: Allocator<_> =
+        Allocator::new(SimBackend::builder().build(), Config::default()).expect("the arguments should be valid");
     let stream = allocator.register_stream().expect("a stream id is available");
     let held = allocator.allocate(POOL, stream, 100 * MIB).expect("there is no limit");
     allocator.set_total_limit_bytes(Some(64 * MIB));

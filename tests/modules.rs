@@ -98,8 +98,8 @@ const PLAIN_DATA: [(&str, &str); 19] = [
 
 static CRATES: LazyLock<BTreeMap<String, Crate>> = LazyLock::new(|| {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../crates");
-    let folders = fs::read_dir(folder).expect("the crates").map(|entry| entry.expect("readable").path());
-    let name = |path: &Path| path.file_name().expect("a name").to_string_lossy().into_owned();
+    let folders = fs::read_dir(folder).expect("the crates").map(|entry| entry.expect("it should be readable").path());
+    let name = |path: &Path| path.file_name().expect("it should have a name").to_string_lossy().into_owned();
     folders.map(|path| (name(&path), Crate::read(&files(&path.join("src"))))).collect()
 });
 
@@ -109,11 +109,11 @@ fn files(source: &Path) -> Files {
     let mut folders = vec![PathBuf::new()];
     while let Some(folder) = folders.pop() {
         for entry in fs::read_dir(source.join(&folder)).expect("a folder of sources") {
-            let path = folder.join(entry.expect("readable").file_name());
+            let path = folder.join(entry.expect("it should be readable").file_name());
             if source.join(&path).is_dir() {
                 folders.push(path);
             } else if path.extension().is_some_and(|extension| extension == "rs") {
-                let text = fs::read_to_string(source.join(&path)).expect("text");
+                let text = fs::read_to_string(source.join(&path)).expect("the contents should be UTF-8");
                 files.insert(path.to_str().expect("plain names").to_owned(), text);
             }
         }

@@ -15,10 +15,13 @@ use symmalloc_sim::SimBackend;
 const POOL: PoolId = PoolId::DEFAULT;
 
 fn fixed(device: &SimBackend) -> Allocator<&SimBackend> {
-    let pool = PoolConfig::builder().fixed().build().expect("valid");
-    let allocator =
-        Allocator::new(device, Config::builder().default_pool(pool).build().expect("valid")).expect("valid");
-    allocator.register_stream().expect("the first");
+    let pool = PoolConfig::builder().fixed().build().expect("the configuration should be valid");
+    let allocator = Allocator::new(
+        device,
+        Config::builder().default_pool(pool).build().expect("the configuration should be valid"),
+    )
+    .expect("the arguments should be valid");
+    allocator.register_stream().expect("the first stream should be registered");
     allocator
 }
 
@@ -31,12 +34,12 @@ fn a_new_observer_gets_all_live_segments_and_then_only_changes() {
     let device = SimBackend::builder().build();
     let allocator = fixed(&device);
     let stream = StreamId(0);
-    let old = allocator.allocate(POOL, stream, 30 * MIB).expect("fits");
-    let (observer, births) = allocator.observe(POOL).expect("exists");
+    let old = allocator.allocate(POOL, stream, 30 * MIB).expect("the allocation should fit");
+    let (observer, births) = allocator.observe(POOL).expect("the pool should exist");
     assert_eq!(kinds(&births), [(SegmentEventKind::Birth, 0)]);
     assert_eq!((births[0].base, births[0].size_bytes), (old.address, 30 * MIB));
     assert!(allocator.unread(observer).events.is_empty());
-    let _live = allocator.allocate(POOL, stream, 40 * MIB).expect("fits");
+    let _live = allocator.allocate(POOL, stream, 40 * MIB).expect("the allocation should fit");
     let unread = allocator.unread(observer);
     assert_eq!(kinds(&unread.events), [(SegmentEventKind::Birth, 1)]);
     assert_eq!(allocator.unread(observer), unread, "reading is not acknowledging");
@@ -49,14 +52,14 @@ fn the_number_of_log_entries_shows_whether_there_are_new_events() {
     let device = SimBackend::builder().build();
     let allocator = fixed(&device);
     assert_eq!(allocator.segment_log_entries(POOL), 0);
-    let made = allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("fits");
+    let made = allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("the allocation should fit");
     let born = allocator.segment_log_entries(POOL);
     assert_eq!(born, 1);
-    allocator.free(made.handle).expect("live");
+    allocator.free(made.handle).expect("the allocation should be live");
     let _live = allocator.allocate(POOL, StreamId(0), 20 * MIB).expect("it fits into freed memory");
     assert_eq!(allocator.segment_log_entries(POOL), born, "no segment was created or released");
     let other = allocator.register_stream().expect("the second");
-    let _live = allocator.allocate(POOL, other, MIB).expect("fits");
+    let _live = allocator.allocate(POOL, other, MIB).expect("the allocation should fit");
     assert_eq!(allocator.segment_log_entries(POOL), born + 1, "all heaps of the pool count");
     assert_eq!(allocator.segment_log_entries(PoolId(7)), 0, "no such pool");
 }
@@ -65,19 +68,19 @@ fn the_number_of_log_entries_shows_whether_there_are_new_events() {
 fn memory_of_a_dead_segment_is_held_until_every_observer_has_acknowledged() {
     let device = SimBackend::builder().build();
     let allocator = fixed(&device);
-    let made = allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("fits");
-    let (one, _) = allocator.observe(POOL).expect("exists");
-    let (other, _) = allocator.observe(POOL).expect("exists");
-    allocator.free(made.handle).expect("live");
+    let made = allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("the allocation should fit");
+    let (one, _) = allocator.observe(POOL).expect("the pool should exist");
+    let (other, _) = allocator.observe(POOL).expect("the pool should exist");
+    allocator.free(made.handle).expect("the allocation should be live");
     assert_eq!(allocator.trim_all(), Ok(0), "nothing was released yet");
     let stats = allocator.stats();
     assert_eq!(
         (device.mapped_bytes(), stats.retired_bytes, stats.reserved_bytes.current),
         (30 * MIB, 30 * MIB, 30 * MIB)
     );
-    allocator.check().expect("consistent");
+    allocator.check().expect("the invariants should hold");
     // The addresses also stay reserved: a new segment must not be placed under an old window.
-    let new = allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("fits");
+    let new = allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("the allocation should fit");
     assert_eq!(new.placement.segment, SegmentId(1), "ids are never reused");
     assert_ne!(new.address, made.address);
     let unread = allocator.unread(one);
@@ -86,17 +89,17 @@ fn memory_of_a_dead_segment_is_held_until_every_observer_has_acknowledged() {
     assert_eq!(allocator.acknowledge(one, &unread), Ok(0), "acknowledging twice changes nothing");
     assert_eq!(allocator.acknowledge(other, &allocator.unread(other)), Ok(30 * MIB));
     assert_eq!(device.mapped_bytes(), 30 * MIB);
-    allocator.check().expect("consistent");
+    allocator.check().expect("the invariants should hold");
 }
 
 #[test]
 fn forgetting_an_observer_releases_its_memory() {
     let device = SimBackend::builder().build();
     let allocator = fixed(&device);
-    let made = allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("fits");
-    let (observer, _) = allocator.observe(POOL).expect("exists");
-    allocator.free(made.handle).expect("live");
-    allocator.trim_all().expect("no faults");
+    let made = allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("the allocation should fit");
+    let (observer, _) = allocator.observe(POOL).expect("the pool should exist");
+    allocator.free(made.handle).expect("the allocation should be live");
+    allocator.trim_all().expect("no fault should be injected");
     assert_eq!(allocator.forget(observer), Ok(30 * MIB));
     assert!(device.leaks().is_empty(), "{}", device.leaks());
     assert!(allocator.unread(observer).events.is_empty());
@@ -107,11 +110,11 @@ fn forgetting_an_observer_releases_its_memory() {
 fn acknowledging_earlier_events_does_not_acknowledge_later_deaths() {
     let device = SimBackend::builder().build();
     let allocator = fixed(&device);
-    let (observer, _) = allocator.observe(POOL).expect("exists");
-    let made = allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("fits");
+    let (observer, _) = allocator.observe(POOL).expect("the pool should exist");
+    let made = allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("the allocation should fit");
     let early = allocator.unread(observer);
-    allocator.free(made.handle).expect("live");
-    allocator.trim_all().expect("no faults");
+    allocator.free(made.handle).expect("the allocation should be live");
+    allocator.trim_all().expect("no fault should be injected");
     assert_eq!(allocator.acknowledge(observer, &early), Ok(0));
     assert_eq!(kinds(&allocator.unread(observer).events), [(SegmentEventKind::Death, 0)]);
     assert_eq!(device.mapped_bytes(), 30 * MIB);
@@ -121,16 +124,16 @@ fn acknowledging_earlier_events_does_not_acknowledge_later_deaths() {
 fn an_observed_pool_is_not_shrunk_and_not_destroyed() {
     let device = SimBackend::builder().build();
     let allocator = fixed(&device);
-    let pool = allocator.create_pool(PoolConfig::default()).expect("valid");
+    let pool = allocator.create_pool(PoolConfig::default()).expect("the configuration should be valid");
     let stream = StreamId(0);
-    let kept = allocator.allocate(pool, stream, MIB).expect("fits");
-    let freed = allocator.allocate(pool, stream, 20 * MIB).expect("fits");
-    let (observer, _) = allocator.observe(pool).expect("exists");
-    allocator.free(freed.handle).expect("live");
+    let kept = allocator.allocate(pool, stream, MIB).expect("the allocation should fit");
+    let freed = allocator.allocate(pool, stream, 20 * MIB).expect("the allocation should fit");
+    let (observer, _) = allocator.observe(pool).expect("the pool should exist");
+    allocator.free(freed.handle).expect("the allocation should be live");
     assert_eq!(allocator.trim_pool(pool), Ok(0), "a window covers it");
-    allocator.free(kept.handle).expect("live");
+    allocator.free(kept.handle).expect("the allocation should be live");
     assert_eq!(allocator.destroy_pool(pool), Err(PoolError::Observed { pool, observers: 1 }));
-    allocator.forget(observer).expect("no faults");
+    allocator.forget(observer).expect("no fault should be injected");
     allocator.destroy_pool(pool).expect("empty and not observed");
     assert!(device.leaks().is_empty(), "{}", device.leaks());
 }
@@ -140,11 +143,11 @@ fn dropping_the_allocator_releases_retired_memory() {
     let device = SimBackend::builder().build();
     {
         let allocator = fixed(&device);
-        let (_observer, _) = allocator.observe(POOL).expect("exists");
-        let made = allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("fits");
-        allocator.free(made.handle).expect("live");
-        allocator.trim_all().expect("no faults");
-        let _live = allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("fits");
+        let (_observer, _) = allocator.observe(POOL).expect("the pool should exist");
+        let made = allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("the allocation should fit");
+        allocator.free(made.handle).expect("the allocation should be live");
+        allocator.trim_all().expect("no fault should be injected");
+        let _live = allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("the allocation should fit");
     }
     assert!(device.leaks().is_empty(), "{}", device.leaks());
 }
@@ -185,8 +188,9 @@ fn the_log_contains_every_birth_growth_and_death_in_order() {
     for seed in 0..150 {
         let scenario = Scenario::from_seed(seed, 120);
         let device = scenario.device(seed);
-        let allocator: Allocator<_> = Allocator::new(&device, scenario.config.clone()).expect("valid");
-        let (observer, births) = allocator.observe(POOL).expect("exists");
+        let allocator: Allocator<_> =
+            Allocator::new(&device, scenario.config.clone()).expect("the arguments should be valid");
+        let (observer, births) = allocator.observe(POOL).expect("the pool should exist");
         let mut registrar = Registrar::default();
         registrar.read(&births);
         let mut run = Run::new(&allocator, &scenario);
@@ -196,8 +200,8 @@ fn the_log_contains_every_birth_growth_and_death_in_order() {
                 let unread = allocator.unread(observer);
                 deaths += unread.events.iter().filter(|event| event.kind == SegmentEventKind::Death).count();
                 registrar.read(&unread.events);
-                allocator.acknowledge(observer, &unread).expect("no faults");
-                assert_eq!(allocator.pool_stats(POOL).expect("exists").retired_bytes, 0);
+                allocator.acknowledge(observer, &unread).expect("no fault should be injected");
+                assert_eq!(allocator.pool_stats(POOL).expect("the pool should exist").retired_bytes, 0);
                 let live: BTreeMap<_, _> = allocator
                     .snapshot()
                     .segments
@@ -206,7 +210,7 @@ fn the_log_contains_every_birth_growth_and_death_in_order() {
                     .map(|segment| ((segment.heap.group, segment.segment), segment.size_bytes))
                     .collect();
                 assert_eq!(registrar.windows, live, "seed {seed}, op {index}");
-                allocator.check().expect("consistent");
+                allocator.check().expect("the invariants should hold");
             }
         }
     }
@@ -247,21 +251,22 @@ fn an_observer_knows_which_bytes_have_memory() {
     for seed in 0..200 {
         let scenario = Scenario::from_seed(seed, 160);
         let device = scenario.device(seed);
-        let allocator: Allocator<_> = Allocator::new(&device, scenario.config.clone()).expect("valid");
+        let allocator: Allocator<_> =
+            Allocator::new(&device, scenario.config.clone()).expect("the arguments should be valid");
         let mut run = Run::new(&allocator, &scenario);
         let mut observing = None;
         for index in 0..scenario.program.ops().len() {
             let _refused_or_not = run.step(index);
             let (observer, mut known) = match observing.take() {
                 None if index % 10 == 0 => {
-                    let (observer, births) = allocator.observe(POOL).expect("exists");
+                    let (observer, births) = allocator.observe(POOL).expect("the pool should exist");
                     births_with_holes +=
                         usize::from(kinds(&births).iter().any(|(kind, _)| *kind != SegmentEventKind::Birth));
                     (observer, read(BTreeMap::new(), &births))
                 }
                 None => continue,
                 Some((observer, _)) if index % 10 == 9 => {
-                    allocator.forget(observer).expect("no faults");
+                    allocator.forget(observer).expect("no fault should be injected");
                     continue;
                 }
                 Some(observing) => observing,
@@ -269,7 +274,7 @@ fn an_observer_knows_which_bytes_have_memory() {
             let unread = allocator.unread(observer);
             fillings += unread.events.iter().filter(|event| is_filling(&known, event)).count();
             known = read(known, &unread.events);
-            allocator.acknowledge(observer, &unread).expect("no faults");
+            allocator.acknowledge(observer, &unread).expect("no fault should be injected");
             assert_eq!(known, mapped_runs(&allocator), "seed {seed}, op {index}");
             observing = Some((observer, known));
         }
@@ -317,16 +322,21 @@ fn read(mut known: Runs, events: &[SegmentEvent]) -> Runs {
 fn memory_kept_by_an_observer_serves_no_request_and_is_reclaimed_once() {
     let device = SimBackend::builder().build();
     let pool = PoolConfig::builder().fixed().reclaim(Reclaim::Pool).limit_bytes(Some(60 * MIB));
-    let config = Config::builder().default_pool(pool.build().expect("valid")).build().expect("valid");
-    let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
+    let config = Config::builder()
+        .default_pool(pool.build().expect("the configuration should be valid"))
+        .build()
+        .expect("the configuration should be valid");
+    let allocator: Allocator<_> = Allocator::new(&device, config).expect("the arguments should be valid");
     let streams = [(); 3].map(|()| allocator.register_stream().expect("a stream id is available"));
-    for made in streams.map(|stream| allocator.allocate(POOL, stream, 20 * MIB).expect("within the limit")) {
-        allocator.free(made.handle).expect("live");
+    for made in streams
+        .map(|stream| allocator.allocate(POOL, stream, 20 * MIB).expect("the request should stay within the limit"))
+    {
+        allocator.free(made.handle).expect("the allocation should be live");
     }
-    let (observer, _) = allocator.observe(POOL).expect("exists");
+    let (observer, _) = allocator.observe(POOL).expect("the pool should exist");
     let refused = allocator.allocate(POOL, streams[0], 24 * MIB);
     assert!(matches!(refused, Err(AllocateError::OutOfMemory(_))), "{refused:?}");
-    let trims = streams.map(|stream| allocator.heap_stats(POOL, stream).expect("exists").trim_count);
+    let trims = streams.map(|stream| allocator.heap_stats(POOL, stream).expect("the heap should exist").trim_count);
     assert_eq!(trims, [1, 1, 0], "two heaps hold enough");
     let stats = allocator.stats();
     assert_eq!((stats.retired_bytes, stats.reserved_bytes.current, stats.retry_count), (40 * MIB, 60 * MIB, 1));
@@ -339,14 +349,14 @@ fn memory_kept_by_an_observer_serves_no_request_and_is_reclaimed_once() {
 fn a_later_observer_and_a_repeated_acknowledgment_read_nothing_twice() {
     let device = SimBackend::builder().build();
     let allocator = fixed(&device);
-    let (slow, _) = allocator.observe(POOL).expect("exists");
-    let _live = allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("fits");
-    let (quick, births) = allocator.observe(POOL).expect("exists");
+    let (slow, _) = allocator.observe(POOL).expect("the pool should exist");
+    let _live = allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("the allocation should fit");
+    let (quick, births) = allocator.observe(POOL).expect("the pool should exist");
     assert_eq!(kinds(&births), [(SegmentEventKind::Birth, 0)]);
     assert!(allocator.unread(quick).events.is_empty(), "it was already reported as a birth");
-    let _live = allocator.allocate(POOL, StreamId(0), 40 * MIB).expect("fits");
+    let _live = allocator.allocate(POOL, StreamId(0), 40 * MIB).expect("the allocation should fit");
     let first = allocator.unread(quick);
-    let _live = allocator.allocate(POOL, StreamId(0), 50 * MIB).expect("fits");
+    let _live = allocator.allocate(POOL, StreamId(0), 50 * MIB).expect("the allocation should fit");
     for unread in [&allocator.unread(quick), &first] {
         assert_eq!(allocator.acknowledge(quick, unread), Ok(0));
     }

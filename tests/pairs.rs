@@ -107,13 +107,13 @@ fn config(features: &[Feature]) -> Config {
     if features.contains(&Plans) || features.contains(&Keys) {
         text.push_str(",plan:learn");
     }
-    let pool: PoolConfig = text.parse().expect("valid");
-    Config::builder().default_pool(pool).build().expect("valid")
+    let pool: PoolConfig = text.parse().expect("the text should be valid");
+    Config::builder().default_pool(pool).build().expect("the configuration should be valid")
 }
 
 impl<'d> Run<'d> {
     fn new(features: &'d [Feature], device: &'d SimBackend) -> Self {
-        let allocator = Allocator::new(device, config(features)).expect("valid");
+        let allocator = Allocator::new(device, config(features)).expect("the arguments should be valid");
         let (live, observers, events) = (BTreeMap::new(), Vec::new(), [const { Vec::new() }; 3]);
         Run { features, device, allocator, live, observers, events, decisions: Decisions::default() }
     }
@@ -134,7 +134,7 @@ impl<'d> Run<'d> {
         (0..2).for_each(|_| _ = self.allocator.register_stream().expect("a stream id is available"));
         for feature in [Observer, LateObserver, Reattach].into_iter().filter(|feature| self.features.contains(feature))
         {
-            let (observer, births) = self.allocator.observe(POOL).expect("it exists");
+            let (observer, births) = self.allocator.observe(POOL).expect("the pool should exist");
             assert!(births.is_empty());
             self.observers.push((feature, observer));
         }
@@ -142,7 +142,7 @@ impl<'d> Run<'d> {
 
     fn allocate(&mut self, round: usize, number: usize, stream: u16, size_bytes: u64) {
         let stream = StreamId(stream);
-        let allocation = self.allocator.allocate(POOL, stream, size_bytes).expect("memory");
+        let allocation = self.allocator.allocate(POOL, stream, size_bytes).expect("memory should suffice");
         self.device.submit(stream, allocation.address, size_bytes).unwrap_or_else(|race| panic!("{race}"));
         let value = (round * 100 + number) as u64;
         self.device.write(allocation.address, allocation.size_bytes, value);
@@ -154,17 +154,17 @@ impl<'d> Run<'d> {
     fn share(&mut self, round: usize, number: usize) {
         let Live { stream, allocation, .. } = self.live[&(round, number)];
         let other = StreamId(1 - stream.0);
-        let event = self.device.record(stream).expect("no faults");
-        self.device.wait(other, event).expect("no faults");
+        let event = self.device.record(stream).expect("no fault should be injected");
+        self.device.wait(other, event).expect("no fault should be injected");
         self.device.recycle(event);
-        self.allocator.note_stream_wait(other, stream).expect("known");
-        self.device.submit(other, allocation.address, allocation.size_bytes).expect("ordered");
-        self.allocator.record_use(allocation.handle, other).expect("live");
+        self.allocator.note_stream_wait(other, stream).expect("the streams should be registered");
+        self.device.submit(other, allocation.address, allocation.size_bytes).expect("no race should be found");
+        self.allocator.record_use(allocation.handle, other).expect("the allocation should be live");
     }
 
     fn free(&mut self, round: usize, number: usize) {
         if let Some(freed) = self.live.remove(&(round, number)) {
-            self.allocator.free(freed.allocation.handle).expect("live");
+            self.allocator.free(freed.allocation.handle).expect("the allocation should be live");
         }
     }
 
@@ -204,7 +204,7 @@ impl<'d> Run<'d> {
         let before =
             (self.has(Revival) && self.live.len() > 1).then(|| (self.allocator.save_layout(POOL), self.live.clone()));
         if self.has_steps() {
-            self.allocator.begin_step(POOL, self.key(round)).expect("none is open");
+            self.allocator.begin_step(POOL, self.key(round)).expect("no step should be open");
         }
         self.body(round);
         self.check();
@@ -217,16 +217,16 @@ impl<'d> Run<'d> {
         if self.has(Sleep) {
             self.sleep(round);
         }
-        self.allocator.trim_pool(POOL).expect("no faults");
+        self.allocator.trim_pool(POOL).expect("no fault should be injected");
         self.read_events(round);
         self.check();
-        self.decisions.digests.push(self.allocator.digest(POOL).expect("it exists"));
+        self.decisions.digests.push(self.allocator.digest(POOL).expect("the pool should exist"));
         self.decisions.reserved_bytes.push(self.allocator.stats().reserved_bytes.current);
     }
 
     /// Ends a step. A plan is learned from two equal steps, and followed from the next one on, up to the last allocation of the deviation.
     fn end_step(&mut self, round: usize) {
-        let report = self.allocator.end_step(POOL).expect("it is open");
+        let report = self.allocator.end_step(POOL).expect("a step should be open");
         assert_eq!(report.allocations, 6 + u64::from(round == DEVIATION));
         self.decisions.reports.push(report);
     }
@@ -282,7 +282,7 @@ impl<'d> Run<'d> {
             self.free(round - 1, 3);
         }
         assert_eq!(self.allocator.phase(POOL), Ok(Phase::Asleep));
-        let woken = self.allocator.wake(POOL).expect("memory");
+        let woken = self.allocator.wake(POOL).expect("memory should suffice");
         assert_eq!(woken.remapped_bytes, slept.released_bytes);
         assert_eq!(self.allocator.stats().reserved_bytes.current, reserved);
     }
@@ -297,10 +297,10 @@ impl<'d> Run<'d> {
             let text = |event: &SegmentEvent| format!("{:?} {:?} {:?}", event.kind, event.heap.stream(), event.segment);
             self.decisions.events.extend(unread.events.iter().map(text));
             self.events[index].extend(&unread.events);
-            self.allocator.acknowledge(observer, &unread).expect("no faults");
+            self.allocator.acknowledge(observer, &unread).expect("no fault should be injected");
             if feature == Reattach {
-                self.allocator.forget(observer).expect("no faults");
-                let (observer, births) = self.allocator.observe(POOL).expect("it exists");
+                self.allocator.forget(observer).expect("no fault should be injected");
+                let (observer, births) = self.allocator.observe(POOL).expect("the pool should exist");
                 assert_eq!(births.len() as u64, self.allocator.stats().segment_count, "one birth per live segment");
                 self.observers[index].1 = observer;
             }
@@ -315,7 +315,7 @@ impl<'d> Run<'d> {
 
     #[track_caller]
     fn check(&self) {
-        self.allocator.check().expect("consistent");
+        self.allocator.check().expect("the invariants should hold");
         for (key, Live { allocation, value, .. }) in &self.live {
             let held = self.device.read(allocation.address, allocation.size_bytes);
             assert_eq!(held, Some(*value), "{:?}: the contents of {key:?}", self.features);
@@ -327,14 +327,16 @@ impl<'d> Run<'d> {
     fn finish(mut self) -> Decisions {
         let rest: Vec<_> = self.live.keys().copied().collect();
         rest.into_iter().for_each(|(round, number)| self.free(round, number));
-        self.observers.iter().for_each(|(_, observer)| _ = self.allocator.forget(*observer).expect("no faults"));
+        self.observers
+            .iter()
+            .for_each(|(_, observer)| _ = self.allocator.forget(*observer).expect("no fault should be injected"));
         if self.has_steps() {
             self.allocator.drop_plans(POOL).expect("no step is open");
         }
-        self.allocator.trim_all().expect("no faults");
+        self.allocator.trim_all().expect("no fault should be injected");
         self.check();
         assert_eq!(self.allocator.stats().reserved_bytes.current, 0);
-        self.decisions.digests.push(self.allocator.digest(POOL).expect("it exists"));
+        self.decisions.digests.push(self.allocator.digest(POOL).expect("the pool should exist"));
         self.decisions
     }
 }
@@ -347,11 +349,11 @@ fn run(features: &[Feature], rank: u32) -> (Decisions, Vec<Record>, Digest) {
     let outcome = {
         let mut run = Run::new(features, &device);
         let records = Memory::new();
-        run.allocator.start_recording(records.clone()).expect("nothing happened yet");
+        run.allocator.start_recording(records.clone()).expect("no op should precede the recording");
         run.start();
         (0..ROUNDS).for_each(|round| run.round(round));
         run.allocator.stop_recording().expect("it did not end early");
-        let digest = run.allocator.digest(POOL).expect("it exists");
+        let digest = run.allocator.digest(POOL).expect("the pool should exist");
         (run.finish(), records.records(), digest)
     };
     assert!(device.leaks().is_empty(), "{features:?}: {}", device.leaks());
@@ -362,8 +364,9 @@ fn check(features: &[Feature]) {
     let (decisions, records, digest) = run(features, 0);
     assert_eq!(run(features, 1).0, decisions, "{features:?}: ranks decide differently");
     let has = |feature| features.contains(&feature);
-    let again: Allocator<_> = Allocator::new(SimBackend::builder().seed(1).build(), config(features)).expect("valid");
-    let program = Program::new(&records).expect("consistent");
+    let again: Allocator<_> =
+        Allocator::new(SimBackend::builder().seed(1).build(), config(features)).expect("the arguments should be valid");
+    let program = Program::new(&records).expect("the records should be consistent");
     Replay::new(&again, &program).run(|_, _| {}).unwrap_or_else(|error| panic!("{features:?}: {error}"));
     assert_eq!(again.digest(POOL), Ok(digest), "{features:?}: the replay decides differently");
     if features.iter().all(|feature| OF_ORACLE.contains(feature)) {

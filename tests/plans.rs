@@ -47,9 +47,9 @@ fn generated_steps_follow_plans_and_deviate_from_them() {
 #[test]
 fn a_pool_that_is_in_a_step_or_learns_has_no_layout_and_takes_none() {
     let device = SimBackend::builder().build();
-    let pool = PoolConfig::builder().plan(PlanPolicy::Learn).build().expect("valid");
-    let config = Config::builder().default_pool(pool).build().expect("valid");
-    let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
+    let pool = PoolConfig::builder().plan(PlanPolicy::Learn).build().expect("the configuration should be valid");
+    let config = Config::builder().default_pool(pool).build().expect("the configuration should be valid");
+    let allocator: Allocator<_> = Allocator::new(&device, config).expect("the arguments should be valid");
     let stream = allocator.register_stream().expect("a stream id is available");
     let pool = PoolId::DEFAULT;
     let before = allocator.save_layout(pool).expect("the pool has learned nothing");
@@ -60,11 +60,11 @@ fn a_pool_that_is_in_a_step_or_learns_has_no_layout_and_takes_none() {
             && matches!(restored, Err(RestoreError::State(LayoutError::Planned { .. })))
     };
     for _ in 0..3 {
-        allocator.begin_step(pool, 0).expect("none is open");
+        allocator.begin_step(pool, 0).expect("no step should be open");
         assert!(is_refused(), "in a step");
-        let made = allocator.allocate(pool, stream, MIB).expect("memory is available");
-        allocator.free(made.handle).expect("live");
-        allocator.end_step(pool).expect("it is open");
+        let made = allocator.allocate(pool, stream, MIB).expect("memory should suffice");
+        allocator.free(made.handle).expect("the allocation should be live");
+        allocator.end_step(pool).expect("a step should be open");
         assert!(is_refused(), "the pool has run a step");
     }
     allocator.drop_plans(pool).expect("no step is open");
@@ -77,20 +77,23 @@ fn a_pool_that_is_in_a_step_or_learns_has_no_layout_and_takes_none() {
 fn a_release_threshold_does_not_count_memory_of_plans() {
     let device = SimBackend::builder().build();
     let pool = PoolConfig::builder().plan(PlanPolicy::Learn).release_threshold_bytes(Some(8 * MIB));
-    let config = Config::builder().default_pool(pool.build().expect("valid")).build().expect("valid");
-    let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
+    let config = Config::builder()
+        .default_pool(pool.build().expect("the configuration should be valid"))
+        .build()
+        .expect("the configuration should be valid");
+    let allocator: Allocator<_> = Allocator::new(&device, config).expect("the arguments should be valid");
     let stream = allocator.register_stream().expect("a stream id is available");
     let passes = |sizes: &[u64]| {
         for size_bytes in sizes {
-            let made = allocator.allocate(PoolId::DEFAULT, stream, *size_bytes).expect("memory is available");
-            allocator.free(made.handle).expect("live");
+            let made = allocator.allocate(PoolId::DEFAULT, stream, *size_bytes).expect("memory should suffice");
+            allocator.free(made.handle).expect("the allocation should be live");
         }
     };
     let mut unmapped = Vec::new();
     for _ in 0..6 {
-        allocator.begin_step(PoolId::DEFAULT, 0).expect("none is open");
+        allocator.begin_step(PoolId::DEFAULT, 0).expect("no step should be open");
         passes(&[24 * MIB, 16 * MIB]);
-        allocator.end_step(PoolId::DEFAULT).expect("it is open");
+        allocator.end_step(PoolId::DEFAULT).expect("a step should be open");
         passes(&[3 * MIB]);
         unmapped.push(device.calls().of(Call::Unmap));
     }
@@ -101,16 +104,16 @@ fn a_release_threshold_does_not_count_memory_of_plans() {
 /// The callback allocates in the same pool, on a stream that has no heap yet, and even runs a step. No lock is held during the callback.
 #[test]
 fn a_failure_callback_may_use_the_pool_whose_plan_has_no_memory() {
-    let pool = PoolConfig::builder().limit_bytes(Some(160 * MIB)).build().expect("valid");
-    let config = Config::builder().default_pool(pool).build().expect("valid");
-    let allocator = Allocator::new(SimBackend::builder().build(), config).expect("valid");
+    let pool = PoolConfig::builder().limit_bytes(Some(160 * MIB)).build().expect("the configuration should be valid");
+    let config = Config::builder().default_pool(pool).build().expect("the configuration should be valid");
+    let allocator = Allocator::new(SimBackend::builder().build(), config).expect("the arguments should be valid");
     let [planned, other] = [(); 2].map(|()| allocator.register_stream().expect("a stream id is available"));
-    let _live = allocator.allocate(PoolId::DEFAULT, other, 64 * MIB - 512).expect("it fits");
+    let _live = allocator.allocate(PoolId::DEFAULT, other, 64 * MIB - 512).expect("the allocation should fit");
     allocator.set_failure_callback(move |allocator, _| {
         let made = allocator.allocate(PoolId::DEFAULT, other, 512).expect("512 bytes fit");
-        allocator.begin_step(PoolId::DEFAULT, 0).expect("none is open");
-        allocator.end_step(PoolId::DEFAULT).expect("it is open");
-        allocator.free(made.handle).expect("live");
+        allocator.begin_step(PoolId::DEFAULT, 0).expect("no step should be open");
+        allocator.end_step(PoolId::DEFAULT).expect("a step should be open");
+        allocator.free(made.handle).expect("the allocation should be live");
         Retry::GiveUp
     });
     let wanted = StepAllocation { stream: planned, requested_bytes: 128 * MIB, until: Some(1) };
@@ -118,7 +121,7 @@ fn a_failure_callback_may_use_the_pool_whose_plan_has_no_memory() {
         .expect("it is one");
     let refused = allocator.adopt_plan(PoolId::DEFAULT, plan);
     assert!(matches!(refused, Err(PlanError::Memory(_))), "{refused:?}");
-    assert!(allocator.plans(PoolId::DEFAULT).expect("the pool exists").is_empty());
+    assert!(allocator.plans(PoolId::DEFAULT).expect("the pool should exist").is_empty());
     assert_eq!(allocator.stats().usage.all.allocations.allocated, 2, "the callback ran once");
     allocator.check().expect("the state is consistent");
 }
@@ -126,21 +129,25 @@ fn a_failure_callback_may_use_the_pool_whose_plan_has_no_memory() {
 /// The second of two equal steps would be planned at its end, but the pool has other plans by then.
 #[test]
 fn a_plan_replaces_what_a_step_of_the_failure_callback_learns() {
-    let pool = PoolConfig::builder().limit_bytes(160 * MIB).plan(PlanPolicy::Learn).build().expect("valid");
-    let config = Config::builder().default_pool(pool).build().expect("valid");
-    let allocator = Allocator::new(SimBackend::builder().build(), config).expect("valid");
+    let pool = PoolConfig::builder()
+        .limit_bytes(160 * MIB)
+        .plan(PlanPolicy::Learn)
+        .build()
+        .expect("the configuration should be valid");
+    let config = Config::builder().default_pool(pool).build().expect("the configuration should be valid");
+    let allocator = Allocator::new(SimBackend::builder().build(), config).expect("the arguments should be valid");
     let stream = allocator.register_stream().expect("a stream id is available");
-    let blocking = allocator.allocate(PoolId::DEFAULT, stream, 96 * MIB).expect("it fits");
+    let blocking = allocator.allocate(PoolId::DEFAULT, stream, 96 * MIB).expect("the allocation should fit");
     allocator.set_failure_callback(move |allocator, _| {
         for number in 0..2 {
-            allocator.begin_step(PoolId::DEFAULT, 7).expect("none is open");
-            let made = allocator.allocate(PoolId::DEFAULT, stream, 4 * MIB).expect("it fits");
-            allocator.free(made.handle).expect("live");
+            allocator.begin_step(PoolId::DEFAULT, 7).expect("no step should be open");
+            let made = allocator.allocate(PoolId::DEFAULT, stream, 4 * MIB).expect("the allocation should fit");
+            allocator.free(made.handle).expect("the allocation should be live");
             if number == 0 {
-                allocator.end_step(PoolId::DEFAULT).expect("it is open");
+                allocator.end_step(PoolId::DEFAULT).expect("a step should be open");
             }
         }
-        allocator.free(blocking.handle).expect("live");
+        allocator.free(blocking.handle).expect("the allocation should be live");
         Retry::Again
     });
     let wanted = StepAllocation { stream, requested_bytes: 128 * MIB, until: Some(1) };
@@ -148,7 +155,7 @@ fn a_plan_replaces_what_a_step_of_the_failure_callback_learns() {
     allocator.adopt_plan(PoolId::DEFAULT, plan.expect("it is one")).expect("the callback made room");
     let report = allocator.end_step(PoolId::DEFAULT).expect("the callback left it open");
     assert_eq!((report.allocations, report.planned, report.difference), (1, 0, None));
-    assert_eq!(allocator.plans(PoolId::DEFAULT).expect("the pool exists").len(), 1);
+    assert_eq!(allocator.plans(PoolId::DEFAULT).expect("the pool should exist").len(), 1);
     allocator.check().expect("the state is consistent");
 }
 
@@ -157,10 +164,10 @@ fn a_plan_replaces_what_a_step_of_the_failure_callback_learns() {
 fn plans_of_an_unsplit_pool_round_to_granules() {
     for learns in [PlanPolicy::Learn, PlanPolicy::Off] {
         let device = SimBackend::builder().build();
-        let pool: PoolConfig = "segments:fixed,unsplit:true".parse().expect("valid");
-        let pool = pool.to_builder().plan(learns).build().expect("valid");
-        let config = Config::builder().default_pool(pool.clone()).build().expect("valid");
-        let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
+        let pool: PoolConfig = "segments:fixed,unsplit:true".parse().expect("the text should be valid");
+        let pool = pool.to_builder().plan(learns).build().expect("the configuration should be valid");
+        let config = Config::builder().default_pool(pool.clone()).build().expect("the configuration should be valid");
+        let allocator: Allocator<_> = Allocator::new(&device, config).expect("the arguments should be valid");
         let stream = allocator.register_stream().expect("a stream id is available");
         if learns == PlanPolicy::Off {
             let wanted = StepAllocation { stream, requested_bytes: 4096, until: Some(2) };
@@ -172,27 +179,33 @@ fn plans_of_an_unsplit_pool_round_to_granules() {
                 &[wanted; 2],
                 SearchBudget::default(),
             );
-            allocator.adopt_plan(PoolId::DEFAULT, plan.expect("a plan")).expect("its placements do not overlap");
+            allocator
+                .adopt_plan(PoolId::DEFAULT, plan.expect("the plan should be valid"))
+                .expect("its placements do not overlap");
         }
         let mut last = None;
         for _ in 0..4 {
-            allocator.begin_step(PoolId::DEFAULT, 0).expect("none is open");
+            allocator.begin_step(PoolId::DEFAULT, 0).expect("no step should be open");
             let made =
-                [(); 2].map(|()| allocator.allocate(PoolId::DEFAULT, stream, 4096).expect("memory is available"));
-            made.into_iter().for_each(|made| allocator.free(made.handle).expect("live"));
-            last = Some(allocator.end_step(PoolId::DEFAULT).expect("it is open"));
+                [(); 2].map(|()| allocator.allocate(PoolId::DEFAULT, stream, 4096).expect("memory should suffice"));
+            made.into_iter().for_each(|made| allocator.free(made.handle).expect("the allocation should be live"));
+            last = Some(allocator.end_step(PoolId::DEFAULT).expect("a step should be open"));
         }
         assert_eq!(last.expect("four steps").planned, 2, "{learns:?}");
-        let plans = allocator.plans(PoolId::DEFAULT).expect("the pool exists");
+        let plans = allocator.plans(PoolId::DEFAULT).expect("the pool should exist");
         assert_eq!(plans[0].memory_bytes(&pool, device.granularity_bytes()), 4 * MIB, "{learns:?}");
     }
 }
 
 /// Returns an allocator whose default pool has this policy, with one stream.
 fn planned_pool(device: &SimBackend, policy: PlanPolicy, limit_bytes: u64) -> (Allocator<&SimBackend>, StreamId) {
-    let pool = PoolConfig::builder().plan(policy).limit_bytes(Some(limit_bytes)).build().expect("valid");
-    let config = Config::builder().default_pool(pool).build().expect("valid");
-    let allocator = Allocator::new(device, config).expect("valid");
+    let pool = PoolConfig::builder()
+        .plan(policy)
+        .limit_bytes(Some(limit_bytes))
+        .build()
+        .expect("the configuration should be valid");
+    let config = Config::builder().default_pool(pool).build().expect("the configuration should be valid");
+    let allocator = Allocator::new(device, config).expect("the arguments should be valid");
     let stream = allocator.register_stream().expect("a stream id is available");
     (allocator, stream)
 }
@@ -212,15 +225,15 @@ fn plans_of_several_keys_do_not_overlap_allocations_that_stay_live() {
     let (allocator, stream) = planned_pool(&device, PlanPolicy::Learn, 512 * MIB);
     let mut left = None;
     let mut step = |key: u64| {
-        allocator.begin_step(PoolId::DEFAULT, key).expect("none is open");
+        allocator.begin_step(PoolId::DEFAULT, key).expect("no step should be open");
         let sizes = [3 + 2 * key, 7 - key].map(|mib| mib * MIB);
-        let allocate = |size| allocator.allocate(PoolId::DEFAULT, stream, size).expect("there is memory").handle;
+        let allocate = |size| allocator.allocate(PoolId::DEFAULT, stream, size).expect("memory should suffice").handle;
         let first = allocate(sizes[0]);
-        left.take().into_iter().for_each(|handle| allocator.free(handle).expect("live"));
+        left.take().into_iter().for_each(|handle| allocator.free(handle).expect("the allocation should be live"));
         left = Some(allocate(sizes[1]));
-        allocator.free(first).expect("live");
-        let report = allocator.end_step(PoolId::DEFAULT).expect("it is open");
-        allocator.check().expect("consistent");
+        allocator.free(first).expect("the allocation should be live");
+        let report = allocator.end_step(PoolId::DEFAULT).expect("a step should be open");
+        allocator.check().expect("the invariants should hold");
         report
     };
     for key in [0, 0, 0, 1, 1, 1] {
@@ -239,12 +252,14 @@ fn a_step_is_learned_if_an_allocation_lives_to_the_end_of_the_next_step() {
     let (allocator, stream) = planned_pool(&device, PlanPolicy::Learn, 512 * MIB);
     let (mut left, mut planned) = (None, Vec::new());
     for _ in 0..4 {
-        allocator.begin_step(PoolId::DEFAULT, 0).expect("none is open");
-        let made =
-            [3 * MIB, 5 * MIB].map(|size| allocator.allocate(PoolId::DEFAULT, stream, size).expect("there is memory"));
-        left.replace(made[0].handle).into_iter().for_each(|handle| allocator.free(handle).expect("live"));
-        allocator.free(made[1].handle).expect("live");
-        planned.push(allocator.end_step(PoolId::DEFAULT).expect("it is open").planned);
+        allocator.begin_step(PoolId::DEFAULT, 0).expect("no step should be open");
+        let made = [3 * MIB, 5 * MIB]
+            .map(|size| allocator.allocate(PoolId::DEFAULT, stream, size).expect("memory should suffice"));
+        left.replace(made[0].handle)
+            .into_iter()
+            .for_each(|handle| allocator.free(handle).expect("the allocation should be live"));
+        allocator.free(made[1].handle).expect("the allocation should be live");
+        planned.push(allocator.end_step(PoolId::DEFAULT).expect("a step should be open").planned);
     }
     assert_eq!(planned, [0, 0, 1, 1]);
 }
@@ -256,11 +271,12 @@ fn the_order_of_adoption_is_in_the_digest() {
         let device = SimBackend::builder().build();
         let (allocator, stream) = planned_pool(&device, PlanPolicy::Off, 512 * MIB);
         for key in [0, 1, last] {
-            allocator.adopt_plan(PoolId::DEFAULT, plan_of_one(key, stream, MIB)).expect("there is memory");
+            allocator.adopt_plan(PoolId::DEFAULT, plan_of_one(key, stream, MIB)).expect("memory should suffice");
         }
-        let order: Vec<u64> = allocator.plans(PoolId::DEFAULT).expect("known").iter().map(Plan::key).collect();
+        let order: Vec<u64> =
+            allocator.plans(PoolId::DEFAULT).expect("the pool should exist").iter().map(Plan::key).collect();
         assert_eq!(order, [1 - last, last]);
-        allocator.digest(PoolId::DEFAULT).expect("known")
+        allocator.digest(PoolId::DEFAULT).expect("the pool should exist")
     });
     assert_ne!(same, swapped);
 }
@@ -271,20 +287,22 @@ fn a_heap_that_gave_up_its_plans_follows_a_new_one() {
     let device = SimBackend::builder().build();
     let (allocator, stream) = planned_pool(&device, PlanPolicy::Off, 64 * MIB);
     let step = |key: u64| {
-        allocator.begin_step(PoolId::DEFAULT, key).expect("none is open");
-        let made = allocator.allocate(PoolId::DEFAULT, stream, 20 * MIB).expect("there is memory");
-        allocator.free(made.handle).expect("live");
-        allocator.end_step(PoolId::DEFAULT).expect("it is open").planned
+        allocator.begin_step(PoolId::DEFAULT, key).expect("no step should be open");
+        let made = allocator.allocate(PoolId::DEFAULT, stream, 20 * MIB).expect("memory should suffice");
+        allocator.free(made.handle).expect("the allocation should be live");
+        allocator.end_step(PoolId::DEFAULT).expect("a step should be open").planned
     };
-    let adopt = || allocator.adopt_plan(PoolId::DEFAULT, plan_of_one(0, stream, 20 * MIB)).expect("there is memory");
+    let adopt =
+        || allocator.adopt_plan(PoolId::DEFAULT, plan_of_one(0, stream, 20 * MIB)).expect("memory should suffice");
     adopt();
     assert_eq!(step(0), 1);
     assert_eq!(step(1), 0, "this step uses the memory of the plan");
-    let in_the_way = [(); 6].map(|()| allocator.allocate(PoolId::DEFAULT, stream, 10 * MIB).expect("there is memory"));
-    allocator.begin_step(PoolId::DEFAULT, 0).expect("none is open");
-    let report = allocator.end_step(PoolId::DEFAULT).expect("it is open");
+    let in_the_way =
+        [(); 6].map(|()| allocator.allocate(PoolId::DEFAULT, stream, 10 * MIB).expect("memory should suffice"));
+    allocator.begin_step(PoolId::DEFAULT, 0).expect("no step should be open");
+    let report = allocator.end_step(PoolId::DEFAULT).expect("a step should be open");
     assert_eq!(report.difference.map(|difference| difference.cause), Some(DifferenceCause::Memory));
-    in_the_way.into_iter().for_each(|made| allocator.free(made.handle).expect("live"));
+    in_the_way.into_iter().for_each(|made| allocator.free(made.handle).expect("the allocation should be live"));
     assert_eq!(step(0), 0, "it has given up");
     adopt();
     assert_eq!(step(0), 1, "it follows the new plan");
@@ -296,28 +314,30 @@ fn a_heap_that_gave_up_its_plans_follows_a_new_one() {
 fn the_first_step_that_follows_a_plan_releases_the_rest() {
     let passes = |allocator: &Allocator<&SimBackend>, stream| {
         // Live at the peak: 9 MiB. Without a plan, the order of the frees leaves pieces.
-        let made = |size_bytes| allocator.allocate(PoolId::DEFAULT, stream, size_bytes).expect("memory is available");
+        let made = |size_bytes| allocator.allocate(PoolId::DEFAULT, stream, size_bytes).expect("memory should suffice");
         let (one, two, three) = (made(3 * MIB), made(3 * MIB), made(3 * MIB));
-        allocator.free(two.handle).expect("live");
+        allocator.free(two.handle).expect("the allocation should be live");
         let four = made(2 * MIB);
-        allocator.free(one.handle).expect("live");
+        allocator.free(one.handle).expect("the allocation should be live");
         let five = made(4 * MIB);
-        [three, four, five].into_iter().for_each(|made| allocator.free(made.handle).expect("live"));
+        [three, four, five]
+            .into_iter()
+            .for_each(|made| allocator.free(made.handle).expect("the allocation should be live"));
     };
     let run = |plan: &str, seed| {
         let device = SimBackend::builder().seed(seed).build();
-        let config = plan.parse::<Config>().expect("valid");
-        let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
+        let config = plan.parse::<Config>().expect("the text should be valid");
+        let allocator: Allocator<_> = Allocator::new(&device, config).expect("the arguments should be valid");
         let stream = allocator.register_stream().expect("a stream id is available");
         let mut held = Vec::new();
         for _ in 0..6 {
-            allocator.begin_step(PoolId::DEFAULT, 0).expect("none is open");
+            allocator.begin_step(PoolId::DEFAULT, 0).expect("no step should be open");
             passes(&allocator, stream);
-            let report = allocator.end_step(PoolId::DEFAULT).expect("it is open");
+            let report = allocator.end_step(PoolId::DEFAULT).expect("a step should be open");
             held.push((report.planned, allocator.stats().reserved_bytes.current, device.calls().of(Call::Unmap)));
         }
         let plan_bytes = allocator.stats().steps.plan_bytes;
-        (held, plan_bytes, allocator.digest(PoolId::DEFAULT).expect("the pool exists"))
+        (held, plan_bytes, allocator.digest(PoolId::DEFAULT).expect("the pool should exist"))
     };
     let (held, plan_bytes, digest) = run("plan:learn", 1);
     let first = held.iter().position(|(planned, ..)| *planned > 0).expect("the plan is followed");
@@ -328,13 +348,14 @@ fn the_first_step_that_follows_a_plan_releases_the_rest() {
     assert_eq!(run("plan:learn", 2).2, digest);
     // An observer holds the memory, so it stays.
     let device = SimBackend::builder().build();
-    let allocator: Allocator<_> = Allocator::new(&device, "plan:learn".parse().expect("valid")).expect("valid");
+    let allocator: Allocator<_> = Allocator::new(&device, "plan:learn".parse().expect("the text should be valid"))
+        .expect("the arguments should be valid");
     let stream = allocator.register_stream().expect("a stream id is available");
-    allocator.observe(PoolId::DEFAULT).expect("the pool exists");
+    allocator.observe(PoolId::DEFAULT).expect("the pool should exist");
     for _ in 0..6 {
-        allocator.begin_step(PoolId::DEFAULT, 0).expect("none is open");
+        allocator.begin_step(PoolId::DEFAULT, 0).expect("no step should be open");
         passes(&allocator, stream);
-        allocator.end_step(PoolId::DEFAULT).expect("it is open");
+        allocator.end_step(PoolId::DEFAULT).expect("a step should be open");
     }
     assert!(allocator.stats().reserved_bytes.current > 10 * MIB);
     assert_eq!(allocator.stats().trim_count, 0);

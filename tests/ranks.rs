@@ -82,14 +82,14 @@ fn different_programs_have_different_digests() {
 
 /// Runs a recorded job on a rank. Returns all placements and the digest.
 fn job_on_rank(program: &symmalloc_trace::replay::Program, pool: &PoolConfig, rank: u32) -> (Vec<Placement>, Digest) {
-    let config = Config::builder().default_pool(pool.clone()).build().expect("valid");
-    let allocator: Allocator<_> =
-        Allocator::new(SimBackend::builder().seed(99).rank(rank).build(), config).expect("valid");
+    let config = Config::builder().default_pool(pool.clone()).build().expect("the configuration should be valid");
+    let allocator: Allocator<_> = Allocator::new(SimBackend::builder().seed(99).rank(rank).build(), config)
+        .expect("the arguments should be valid");
     let mut placements = Vec::with_capacity(program.allocation_count());
     let mut replay = Replay::new(&allocator, program);
     replay.run(|_, allocation| placements.push(allocation.placement)).expect("the job fits 80 GiB");
-    allocator.check().expect("consistent");
-    (placements, allocator.digest(PoolId::DEFAULT).expect("the default pool"))
+    allocator.check().expect("the invariants should hold");
+    (placements, allocator.digest(PoolId::DEFAULT).expect("the default pool should always exist"))
 }
 
 #[test]
@@ -98,7 +98,7 @@ fn recorded_jobs_are_placed_alike_on_every_rank() {
         let program = jobs::program(job);
         for streams in [StreamPolicy::Separate, StreamPolicy::Shared] {
             for pool in [PoolConfig::builder().expandable(), PoolConfig::builder().fixed()] {
-                let pool = pool.streams(streams).build().expect("valid");
+                let pool = pool.streams(streams).build().expect("the configuration should be valid");
                 let first = job_on_rank(&program, &pool, 0);
                 for rank in 1..4 {
                     assert!(
@@ -129,7 +129,8 @@ fn ranks_get_different_addresses() {
     let scenario = Scenario::from_seed(5, 50);
     let order = |rank| {
         let device = scenario.device_builder(1).rank(rank).addresses(Addresses::default()).build();
-        let allocator: Allocator<_> = Allocator::new(&device, scenario.config.clone()).expect("valid");
+        let allocator: Allocator<_> =
+            Allocator::new(&device, scenario.config.clone()).expect("the arguments should be valid");
         let mut replay = Replay::new(&allocator, &scenario.program);
         let mut addresses = Vec::new();
         for op in scenario.program.ops() {
@@ -144,16 +145,23 @@ fn ranks_get_different_addresses() {
 fn private_memory_of_a_rank_does_not_affect_symmetric_placements() {
     let mut knobs = ExpandableSegments::default();
     knobs.growth_bytes = 8 * MIB;
-    let symmetric =
-        PoolConfig::builder().segments(SegmentPolicy::Expandable(knobs)).symmetric(true).build().expect("valid");
+    let symmetric = PoolConfig::builder()
+        .segments(SegmentPolicy::Expandable(knobs))
+        .symmetric(true)
+        .build()
+        .expect("the configuration should be valid");
     // One rank reserves 41 of a total of 64 MiB for itself, in a pool that the others leave empty.
     let placements = [0, 41 * MIB].map(|private_bytes| {
-        let config = Config::builder().total_limit_bytes(Some(64 * MIB)).build().expect("valid");
-        let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), config).expect("a device");
+        let config =
+            Config::builder().total_limit_bytes(Some(64 * MIB)).build().expect("the configuration should be valid");
+        let allocator: Allocator<_> =
+            Allocator::new(SimBackend::builder().build(), config).expect("the device should be created");
         let stream = allocator.register_stream().expect("a stream id is available");
-        let pool = allocator.create_pool(symmetric.clone()).expect("a pool");
+        let pool = allocator.create_pool(symmetric.clone()).expect("the pool should be created");
         if private_bytes > 0 {
-            let _live = allocator.allocate(PoolId::DEFAULT, stream, private_bytes).expect("within the limit");
+            let _live = allocator
+                .allocate(PoolId::DEFAULT, stream, private_bytes)
+                .expect("the request should stay within the limit");
         }
         let mut placed = Vec::new();
         let mut allocate = |size_bytes| {
@@ -161,9 +169,9 @@ fn private_memory_of_a_rank_does_not_affect_symmetric_placements() {
             placed.push(made.map(|made| made.placement));
             made
         };
-        let first = allocate(3 * MIB).expect("within the limit");
-        let _kept = allocate(9 * MIB).expect("within the limit");
-        allocator.free(first.handle).expect("live");
+        let first = allocate(3 * MIB).expect("the request should stay within the limit");
+        let _kept = allocate(9 * MIB).expect("the request should stay within the limit");
+        allocator.free(first.handle).expect("the allocation should be live");
         // This request does not fit without growth. The heap grows if the limit allows it; otherwise the request is
         // refused and nothing is released.
         allocate(12 * MIB);
@@ -179,11 +187,11 @@ fn private_memory_of_a_rank_does_not_affect_symmetric_placements() {
 /// Returns the digest of a pool after one allocation with these uses.
 fn digest_after(size_bytes: u64, uses: &[StreamId]) -> Digest {
     let allocator: Allocator<_> =
-        Allocator::new(SimBackend::builder().build(), Config::default()).expect("a valid granularity");
+        Allocator::new(SimBackend::builder().build(), Config::default()).expect("the granularity should be valid");
     let streams: Vec<_> = (0..2).map(|_| allocator.register_stream().expect("a stream id is available")).collect();
-    let made = allocator.allocate(PoolId::DEFAULT, streams[0], size_bytes).expect("memory");
-    uses.iter().for_each(|stream| allocator.record_use(made.handle, *stream).expect("live"));
-    allocator.digest(PoolId::DEFAULT).expect("the default pool")
+    let made = allocator.allocate(PoolId::DEFAULT, streams[0], size_bytes).expect("memory should suffice");
+    uses.iter().for_each(|stream| allocator.record_use(made.handle, *stream).expect("the allocation should be live"));
+    allocator.digest(PoolId::DEFAULT).expect("the default pool should always exist")
 }
 
 /// Both requests take the same block of 1 KiB at the same offset.
@@ -206,19 +214,26 @@ fn a_use_that_only_one_rank_records_changes_the_digest() {
 fn the_limit_over_all_pools_does_not_change_the_growth_of_a_symmetric_pool() {
     let mut knobs = ExpandableSegments::default();
     knobs.growth_bytes = 8 * MIB;
-    let symmetric =
-        PoolConfig::builder().segments(SegmentPolicy::Expandable(knobs)).symmetric(true).build().expect("valid");
+    let symmetric = PoolConfig::builder()
+        .segments(SegmentPolicy::Expandable(knobs))
+        .symmetric(true)
+        .build()
+        .expect("the configuration should be valid");
     // On one rank, the symmetric pool has 6 of 64 MiB left: enough for the request, but not for the step.
     let reserved = [0, 58 * MIB].map(|private_bytes| {
-        let config = Config::builder().total_limit_bytes(Some(64 * MIB)).build().expect("valid");
-        let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), config).expect("a device");
+        let config =
+            Config::builder().total_limit_bytes(Some(64 * MIB)).build().expect("the configuration should be valid");
+        let allocator: Allocator<_> =
+            Allocator::new(SimBackend::builder().build(), config).expect("the device should be created");
         let stream = allocator.register_stream().expect("a stream id is available");
-        let pool = allocator.create_pool(symmetric.clone()).expect("a pool");
+        let pool = allocator.create_pool(symmetric.clone()).expect("the pool should be created");
         if private_bytes > 0 {
-            let _live = allocator.allocate(PoolId::DEFAULT, stream, private_bytes).expect("within the limit");
+            let _live = allocator
+                .allocate(PoolId::DEFAULT, stream, private_bytes)
+                .expect("the request should stay within the limit");
         }
         let made = allocator.allocate(pool, stream, 3 * MIB).is_ok();
-        made.then(|| allocator.pool_stats(pool).expect("it exists").reserved_bytes.current)
+        made.then(|| allocator.pool_stats(pool).expect("the pool should exist").reserved_bytes.current)
     });
     assert_eq!(reserved, [Some(8 * MIB), None]);
 }

@@ -28,19 +28,19 @@ fn digests<B: Backend, L: Lock>(allocator: &generic::Allocator<B, L>) -> Vec<Opt
 /// same recording.
 fn replays(records: &[Record], config: &Config, granularity_bytes: u64, expected: &[Option<Digest>]) {
     let trace = Trace::new(Some(config.clone()), records.to_vec()).expect("a recording is a trace");
-    assert_eq!(Trace::parse(&trace.to_text()).expect("text"), trace);
+    assert_eq!(Trace::parse(&trace.to_text()).expect("the contents should be UTF-8"), trace);
     let program = Program::new(records).expect("a recording is a program");
     let device = SimBackend::builder().seed(77).granularity_bytes(granularity_bytes).memory_bytes(1 << 50).build();
-    let allocator: Allocator<_> = Allocator::new(&device, config.clone()).expect("valid");
+    let allocator: Allocator<_> = Allocator::new(&device, config.clone()).expect("the arguments should be valid");
     let again = Memory::new();
-    allocator.start_recording(again.clone()).expect("nothing was allocated");
+    allocator.start_recording(again.clone()).expect("nothing should have been allocated");
     let mut replay = Replay::new(&allocator, &program);
     for (index, (op, record)) in program.ops().iter().zip(records).enumerate() {
         let made = replay.step(op).unwrap_or_else(|error| panic!("record {index}, {}: {error}", RecordLine(record)));
         let placement = made.filter(|made| made.size_bytes > 0).map(|made| made.placement);
         assert_eq!(placement, record.placement, "record {index}: {}", RecordLine(record));
     }
-    allocator.check().expect("consistent");
+    allocator.check().expect("the invariants should hold");
     assert_eq!(digests(&allocator), expected);
     assert_eq!(allocator.stop_recording().expect("the sink has space").records, records.len() as u64);
     let again = again.records();
@@ -55,7 +55,8 @@ fn adverse_run<L: Lock>(scenario: &Scenario, seed: u64, refusals_per_million: u3
     let _report = PrintOnPanic(scenario);
     let rule = FaultRule::Chance { per_million: refusals_per_million };
     let device = scenario.device_builder(seed).fail(Some(Call::Map), rule, Fault::OutOfMemory).build();
-    let allocator = generic::Allocator::<_, L>::with_lock(&device, scenario.config.clone()).expect("valid");
+    let allocator = generic::Allocator::<_, L>::with_lock(&device, scenario.config.clone())
+        .expect("the configuration should be valid");
     let spare = Arc::new(Mutex::new(Vec::<Handle>::new()));
     let freed = Arc::clone(&spare);
     allocator.set_failure_callback(move |allocator, error| {
@@ -67,12 +68,12 @@ fn adverse_run<L: Lock>(scenario: &Scenario, seed: u64, refusals_per_million: u3
         }
         match error.requested_bytes % 3 {
             0 => Retry::GiveUp,
-            _ if allocator.trim_all().expect("only maps fail") > 0 => Retry::Again,
+            _ if allocator.trim_all().expect("only calls that map should fail") > 0 => Retry::Again,
             _ => Retry::GiveUp,
         }
     });
     let sink = Memory::new();
-    allocator.start_recording(sink.clone()).expect("nothing was allocated");
+    allocator.start_recording(sink.clone()).expect("nothing should have been allocated");
     let mut run = Run::new(&allocator, scenario);
     let mut random = SplitMix64::new(seed);
     let mut observer = None;
@@ -82,10 +83,10 @@ fn adverse_run<L: Lock>(scenario: &Scenario, seed: u64, refusals_per_million: u3
             (0, _) => drop(allocator.drop_completed_fences()),
             (1..3, None) => observer = allocator.observe(PoolId::DEFAULT).ok().map(|(observer, _)| observer),
             (3, Some(observer)) => {
-                allocator.acknowledge(observer, &allocator.unread(observer)).expect("only maps fail");
+                allocator.acknowledge(observer, &allocator.unread(observer)).expect("only calls that map should fail");
             }
             (4, Some(forgotten)) => {
-                allocator.forget(forgotten).expect("only maps fail");
+                allocator.forget(forgotten).expect("only calls that map should fail");
                 observer = None;
             }
             (5, _) if allocator.stream_count() > 0 => {
@@ -96,7 +97,7 @@ fn adverse_run<L: Lock>(scenario: &Scenario, seed: u64, refusals_per_million: u3
             _ => {}
         }
     }
-    allocator.check().expect("consistent");
+    allocator.check().expect("the invariants should hold");
     if !allocator.is_recording() {
         // The driver failed in the middle of a stitched allocation.
         assert!(refusals_per_million > 0);
@@ -162,18 +163,19 @@ fn generated_programs_produce_every_kind_of_record() {
 /// A request that runs short twice records the released memory both times. The second time, this includes the end of its own heap.
 #[test]
 fn each_reclaim_for_a_refused_request_is_recorded() {
-    let config: Config = "segments:expandable,limit_mb:6,reclaim:pool".parse().expect("valid");
-    let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), config.clone()).expect("valid");
+    let config: Config = "segments:expandable,limit_mb:6,reclaim:pool".parse().expect("the text should be valid");
+    let allocator: Allocator<_> =
+        Allocator::new(SimBackend::builder().build(), config.clone()).expect("the arguments should be valid");
     let sink = Memory::new();
-    allocator.start_recording(sink.clone()).expect("nothing was allocated");
+    allocator.start_recording(sink.clone()).expect("nothing should have been allocated");
     let [first, second] = [0, 1].map(|_| allocator.register_stream().expect("a stream id is available"));
     let allocate = |stream, mib: u64| allocator.allocate(PoolId::DEFAULT, stream, mib * MIB);
     let [_, end] = [0, 1].map(|_| allocate(first, 2).expect("below the limit"));
     // Its heap has a free end of 1.5 MiB, too little to release.
     let other = allocator.allocate(PoolId::DEFAULT, second, MIB / 2).expect("below the limit");
-    allocator.free(end.handle).expect("live");
+    allocator.free(end.handle).expect("the allocation should be live");
     allocate(first, 4).expect_err("2 MiB are live on each stream's granules");
-    allocator.free(other.handle).expect("live");
+    allocator.free(other.handle).expect("the allocation should be live");
     let served = allocate(first, 4).expect("enough memory is free");
     assert_eq!(served.placement.offset_bytes, 2 * MIB);
     allocator.stop_recording().expect("the sink has space");
@@ -191,11 +193,13 @@ fn threads_run(config: &Config, seed: u64) {
     const THREADS: u16 = 4;
     const OPS: usize = 400;
     let device = SimBackend::builder().seed(seed).build();
-    let allocator: SharedAllocator<_> = SharedAllocator::new(&device, config.clone()).expect("valid");
-    let shared = PoolConfig::builder().streams(StreamPolicy::Shared).build().expect("valid");
-    let shared = allocator.create_pool(shared).expect("valid");
+    let allocator: SharedAllocator<_> =
+        SharedAllocator::new(&device, config.clone()).expect("the arguments should be valid");
+    let shared =
+        PoolConfig::builder().streams(StreamPolicy::Shared).build().expect("the configuration should be valid");
+    let shared = allocator.create_pool(shared).expect("the configuration should be valid");
     let sink = Memory::new();
-    allocator.start_recording(sink.clone()).expect("nothing was allocated");
+    allocator.start_recording(sink.clone()).expect("nothing should have been allocated");
     let live = Arc::new(Mutex::new(Vec::<Handle>::new()));
     let others = Arc::clone(&live);
     allocator.set_failure_callback(move |allocator, _| {
@@ -238,7 +242,7 @@ fn threads_run(config: &Config, seed: u64) {
             });
         }
     });
-    allocator.check().expect("consistent");
+    allocator.check().expect("the invariants should hold");
     allocator.stop_recording().expect("the sink has space");
     replays(&sink.records(), config, 2 << 20, &digests(&allocator));
 }
@@ -247,8 +251,12 @@ fn threads_run(config: &Config, seed: u64) {
 fn a_recording_of_several_threads_replays_on_one() {
     for seed in 0..8 {
         for pool in [PoolConfig::builder().expandable(), PoolConfig::builder().fixed()] {
-            let pool = pool.reclaim(Reclaim::Pool).build().expect("valid");
-            let config = Config::builder().default_pool(pool).total_limit_bytes(Some(90 * MIB)).build().expect("valid");
+            let pool = pool.reclaim(Reclaim::Pool).build().expect("the configuration should be valid");
+            let config = Config::builder()
+                .default_pool(pool)
+                .total_limit_bytes(Some(90 * MIB))
+                .build()
+                .expect("the configuration should be valid");
             threads_run(&config, seed);
         }
     }
@@ -262,11 +270,11 @@ fn a_failing_sink_does_not_affect_the_allocator() {
         let scenario = Scenario::from_seed(seed, 60);
         let run = |sink: Option<Memory>| {
             let allocator: Allocator<_> =
-                Allocator::new(scenario.device(seed), scenario.config.clone()).expect("valid");
+                Allocator::new(scenario.device(seed), scenario.config.clone()).expect("the arguments should be valid");
             let started = sink.map(|sink| allocator.start_recording(sink));
             let mut run = Run::new(&allocator, &scenario);
             let outcomes: Vec<_> = (0..scenario.program.ops().len()).map(|op| outcome(run.step(op))).collect();
-            allocator.check().expect("consistent");
+            allocator.check().expect("the invariants should hold");
             let was_recording = allocator.is_recording();
             let stopped = allocator.stop_recording();
             assert!(matches!(allocator.stop_recording(), Err(RecordingError::NotRecording)));
@@ -315,7 +323,8 @@ fn a_driver_that_fails_in_the_middle_of_an_op_ends_the_recording() {
         let scenario = Scenario::from_seed(seed, 60);
         let calls = {
             let device = scenario.device(seed);
-            let allocator: Allocator<_> = Allocator::new(&device, scenario.config.clone()).expect("valid");
+            let allocator: Allocator<_> =
+                Allocator::new(&device, scenario.config.clone()).expect("the arguments should be valid");
             let mut run = Run::new(&allocator, &scenario);
             (0..scenario.program.ops().len()).for_each(|op| drop(run.step(op)));
             device.calls().fallible()
@@ -323,9 +332,10 @@ fn a_driver_that_fails_in_the_middle_of_an_op_ends_the_recording() {
         for ordinal in 0..calls {
             let _report = PrintOnPanic(&scenario);
             let device = scenario.device_builder(seed).fail_at(ordinal, Fault::Refused).build();
-            let allocator: Allocator<_> = Allocator::new(&device, scenario.config.clone()).expect("valid");
+            let allocator: Allocator<_> =
+                Allocator::new(&device, scenario.config.clone()).expect("the arguments should be valid");
             let sink = Memory::new();
-            allocator.start_recording(sink.clone()).expect("nothing was allocated");
+            allocator.start_recording(sink.clone()).expect("nothing should have been allocated");
             let mut run = Run::new(&allocator, &scenario);
             (0..scenario.program.ops().len()).for_each(|op| drop(run.step(op)));
             let whole = digests(&allocator);
@@ -348,17 +358,18 @@ fn a_driver_that_fails_in_the_middle_of_an_op_ends_the_recording() {
 
 #[test]
 fn a_recording_begins_before_the_first_allocation_and_once() {
-    let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("valid");
+    let allocator: Allocator<_> =
+        Allocator::new(SimBackend::builder().build(), Config::default()).expect("the arguments should be valid");
     let stream = allocator.register_stream().expect("a stream id is available");
-    let pool = allocator.create_pool(PoolConfig::default()).expect("valid");
-    let gone = allocator.create_pool(PoolConfig::default()).expect("valid");
-    allocator.destroy_pool(gone).expect("empty");
-    let (observer, _) = allocator.observe(pool).expect("exists");
+    let pool = allocator.create_pool(PoolConfig::default()).expect("the configuration should be valid");
+    let gone = allocator.create_pool(PoolConfig::default()).expect("the configuration should be valid");
+    allocator.destroy_pool(gone).expect("the pool should be empty");
+    let (observer, _) = allocator.observe(pool).expect("the pool should exist");
     let sink = Memory::new();
-    allocator.start_recording(sink.clone()).expect("nothing was allocated");
+    allocator.start_recording(sink.clone()).expect("nothing should have been allocated");
     assert!(matches!(allocator.start_recording(Memory::new()), Err(StartRecordingError::AlreadyRecording)));
-    let a = allocator.allocate(pool, stream, 1 << 20).expect("memory");
-    allocator.forget(observer).expect("no fault");
+    let a = allocator.allocate(pool, stream, 1 << 20).expect("memory should suffice");
+    allocator.forget(observer).expect("no fault should be injected");
     allocator.forget(observer).expect("a repeated call is not recorded");
     assert_eq!(allocator.stop_recording().expect("the sink has space").records, 7);
     let lines: Vec<String> = sink.records().iter().map(|record| RecordLine(record).to_string()).collect();
@@ -373,7 +384,7 @@ fn a_recording_begins_before_the_first_allocation_and_once() {
         "forget o0",
     ];
     assert_eq!(lines, expected);
-    allocator.free(a.handle).expect("live");
+    allocator.free(a.handle).expect("the allocation should be live");
     let late = allocator.start_recording(Memory::new()).expect_err("the pool was used");
     assert!(matches!(late, StartRecordingError::InUse { pool: used, .. } if used == pool), "{late}");
     assert_eq!(sink.records().len(), 7);
@@ -381,16 +392,17 @@ fn a_recording_begins_before_the_first_allocation_and_once() {
 
 #[test]
 fn a_restored_pool_ends_the_recording() {
-    let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("valid");
+    let allocator: Allocator<_> =
+        Allocator::new(SimBackend::builder().build(), Config::default()).expect("the arguments should be valid");
     let stream = allocator.register_stream().expect("a stream id is available");
     let sink = Memory::new();
-    let layout = allocator.save_layout(PoolId::DEFAULT).expect("exists");
-    allocator.start_recording(sink.clone()).expect("nothing was allocated");
-    let pool = allocator.create_pool(PoolConfig::default()).expect("valid");
-    let _live = allocator.allocate(pool, stream, 1 << 20).expect("memory");
+    let layout = allocator.save_layout(PoolId::DEFAULT).expect("the pool should exist");
+    allocator.start_recording(sink.clone()).expect("nothing should have been allocated");
+    let pool = allocator.create_pool(PoolConfig::default()).expect("the configuration should be valid");
+    let _live = allocator.allocate(pool, stream, 1 << 20).expect("memory should suffice");
     allocator.restore_layout(PoolId::DEFAULT, &layout).expect("the pool is fresh");
     assert!(!allocator.is_recording());
-    let _live = allocator.allocate(PoolId::DEFAULT, stream, 1 << 20).expect("memory");
+    let _live = allocator.allocate(PoolId::DEFAULT, stream, 1 << 20).expect("memory should suffice");
     let Err(RecordingError::Ended { records: 3, source: RecordingEnd::Restored { pool: PoolId::DEFAULT } }) =
         allocator.stop_recording()
     else {
@@ -417,12 +429,13 @@ fn a_change_of_the_limit_ends_the_recording() {
         }
     }
 
-    let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("valid");
+    let allocator: Allocator<_> =
+        Allocator::new(SimBackend::builder().build(), Config::default()).expect("the arguments should be valid");
     let (stream, sink) = (allocator.register_stream().expect("a stream id is available"), Begun::default());
     allocator.set_total_limit_bytes(Some(64 * MIB));
-    allocator.start_recording(sink.clone()).expect("nothing was allocated");
+    allocator.start_recording(sink.clone()).expect("nothing should have been allocated");
     assert_eq!(sink.0.lock().unwrap().as_ref().and_then(Config::total_limit_bytes), Some(64 * MIB));
-    let _live = allocator.allocate(PoolId::DEFAULT, stream, MIB).expect("memory");
+    let _live = allocator.allocate(PoolId::DEFAULT, stream, MIB).expect("memory should suffice");
     allocator.set_total_limit_bytes(Some(64 * MIB));
     assert!(allocator.is_recording(), "nothing has changed");
     allocator.set_total_limit_bytes(Some(32 * MIB));
@@ -436,16 +449,17 @@ fn a_change_of_the_limit_ends_the_recording() {
 
 #[test]
 fn a_segment_that_dies_under_its_observer_ends_the_recording() {
-    let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("valid");
+    let allocator: Allocator<_> =
+        Allocator::new(SimBackend::builder().build(), Config::default()).expect("the arguments should be valid");
     let stream = allocator.register_stream().expect("a stream id is available");
     let sink = Memory::new();
-    allocator.start_recording(sink.clone()).expect("nothing was allocated");
-    let (observer, _) = allocator.observe(PoolId::DEFAULT).expect("exists");
-    let a = allocator.allocate(PoolId::DEFAULT, stream, 1 << 20).expect("memory");
+    allocator.start_recording(sink.clone()).expect("nothing should have been allocated");
+    let (observer, _) = allocator.observe(PoolId::DEFAULT).expect("the pool should exist");
+    let a = allocator.allocate(PoolId::DEFAULT, stream, 1 << 20).expect("memory should suffice");
     let unread = allocator.unread(observer);
-    allocator.free(a.handle).expect("live");
-    allocator.trim_all().expect("no fault");
-    allocator.acknowledge(observer, &unread).expect("no fault");
+    allocator.free(a.handle).expect("the allocation should be live");
+    allocator.trim_all().expect("no fault should be injected");
+    allocator.acknowledge(observer, &unread).expect("no fault should be injected");
     assert!(matches!(
         allocator.stop_recording(),
         Err(RecordingError::Ended { records: 5, source: RecordingEnd::LateDeath })
@@ -455,15 +469,16 @@ fn a_segment_that_dies_under_its_observer_ends_the_recording() {
 /// Events already read by the observer do not include a heap that is created later.
 #[test]
 fn a_segment_that_dies_in_a_heap_the_observer_has_not_seen_ends_the_recording() {
-    let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("valid");
+    let allocator: Allocator<_> =
+        Allocator::new(SimBackend::builder().build(), Config::default()).expect("the arguments should be valid");
     let stream = allocator.register_stream().expect("a stream id is available");
-    allocator.start_recording(Memory::new()).expect("nothing was allocated");
-    let (observer, _) = allocator.observe(PoolId::DEFAULT).expect("exists");
+    allocator.start_recording(Memory::new()).expect("nothing should have been allocated");
+    let (observer, _) = allocator.observe(PoolId::DEFAULT).expect("the pool should exist");
     let unread = allocator.unread(observer);
-    let a = allocator.allocate(PoolId::DEFAULT, stream, 1 << 20).expect("memory");
-    allocator.free(a.handle).expect("live");
-    allocator.trim_all().expect("no fault");
-    allocator.acknowledge(observer, &unread).expect("no fault");
+    let a = allocator.allocate(PoolId::DEFAULT, stream, 1 << 20).expect("memory should suffice");
+    allocator.free(a.handle).expect("the allocation should be live");
+    allocator.trim_all().expect("no fault should be injected");
+    allocator.acknowledge(observer, &unread).expect("no fault should be injected");
     assert!(matches!(
         allocator.stop_recording(),
         Err(RecordingError::Ended { records: 5, source: RecordingEnd::LateDeath })
@@ -473,15 +488,16 @@ fn a_segment_that_dies_in_a_heap_the_observer_has_not_seen_ends_the_recording() 
 /// An agreement counts as a sync, and is recorded as one.
 #[test]
 fn ranks_that_agree_record_a_sync() {
-    let pool = PoolConfig::builder().symmetric(true).build().expect("valid");
-    let config = Config::builder().default_pool(pool).build().expect("valid");
-    let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), config).expect("valid");
+    let pool = PoolConfig::builder().symmetric(true).build().expect("the configuration should be valid");
+    let config = Config::builder().default_pool(pool).build().expect("the configuration should be valid");
+    let allocator: Allocator<_> =
+        Allocator::new(SimBackend::builder().build(), config).expect("the arguments should be valid");
     let sink = Memory::new();
-    allocator.start_recording(sink.clone()).expect("nothing was allocated");
+    allocator.start_recording(sink.clone()).expect("nothing should have been allocated");
     let stream = allocator.register_stream().expect("a stream id is available");
-    let _live = allocator.allocate(PoolId::DEFAULT, stream, 1 << 20).expect("memory");
-    agree_in_lockstep(&[RankHistory::new(&allocator, Point::Sync)]).expect("one rank");
-    agree_in_lockstep(&[RankHistory::new(&allocator, Point::Op)]).expect("one rank");
+    let _live = allocator.allocate(PoolId::DEFAULT, stream, 1 << 20).expect("memory should suffice");
+    agree_in_lockstep(&[RankHistory::new(&allocator, Point::Sync)]).expect("one rank should suffice");
+    agree_in_lockstep(&[RankHistory::new(&allocator, Point::Op)]).expect("one rank should suffice");
     allocator.stop_recording().expect("the sink has space");
     assert_eq!(sink.records().iter().filter(|record| record.op == Op::Sync).count(), 1);
 }
@@ -494,14 +510,14 @@ fn recorded_jobs_are_recorded_again_byte_for_byte() {
         let original = jobs::records(job);
         let record = |records: &[Record]| {
             let program = Program::new(records).expect("a recorded job");
-            let allocator: Allocator<_> =
-                Allocator::new(SimBackend::builder().build(), Config::default()).expect("valid");
+            let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default())
+                .expect("the arguments should be valid");
             let sink = Memory::new();
-            allocator.start_recording(sink.clone()).expect("nothing was allocated");
+            allocator.start_recording(sink.clone()).expect("nothing should have been allocated");
             let mut replay = Replay::new(&allocator, &program);
             replay.run(|_, _| {}).expect("the job fits");
             allocator.stop_recording().expect("the sink has space");
-            Trace::new(Some(Config::default()), sink.records()).expect("consistent")
+            Trace::new(Some(Config::default()), sink.records()).expect("the records should be consistent")
         };
         let once = record(&original);
         let dense = Program::new(&original).expect("a recorded job");
@@ -516,25 +532,26 @@ fn recorded_jobs_are_recorded_again_byte_for_byte() {
 /// A trace cannot contain a double free, and an allocator rejects it.
 #[test]
 fn an_allocation_of_zero_bytes_that_is_freed_twice_is_refused_and_recorded_once() {
-    let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("valid");
+    let allocator: Allocator<_> =
+        Allocator::new(SimBackend::builder().build(), Config::default()).expect("the arguments should be valid");
     let stream = allocator.register_stream().expect("a stream id is available");
-    allocator.start_recording(Memory::new()).expect("nothing was allocated");
+    allocator.start_recording(Memory::new()).expect("nothing should have been allocated");
     let handle = allocator.allocate(PoolId::DEFAULT, stream, 0).expect("no memory").handle;
-    allocator.free(handle).expect("live");
+    allocator.free(handle).expect("the allocation should be live");
     assert_eq!(allocator.free(handle), Err(HandleError::Stale { handle }.into()));
-    assert_eq!(allocator.stop_recording().expect("whole").records, 3);
+    assert_eq!(allocator.stop_recording().expect("the recording should be complete").records, 3);
 }
 
 /// The recording does not contain the allocations, because it began after their pool was destroyed.
 #[test]
 fn zero_bytes_of_a_destroyed_pool_are_freed_without_a_record() {
     let device = SimBackend::builder().build();
-    let allocator: Allocator<_> = Allocator::new(&device, Config::default()).expect("valid");
+    let allocator: Allocator<_> = Allocator::new(&device, Config::default()).expect("the arguments should be valid");
     let stream = allocator.register_stream().expect("a stream id is available");
-    let pool = allocator.create_pool(PoolConfig::default()).expect("made");
+    let pool = allocator.create_pool(PoolConfig::default()).expect("the pool should be created");
     let nothing = allocator.allocate(pool, stream, 0).expect("it needs no memory").handle;
     allocator.destroy_pool(pool).expect("no memory is allocated");
-    allocator.start_recording(Memory::new()).expect("nothing is live");
+    allocator.start_recording(Memory::new()).expect("nothing should be live in the pool");
     let _either = allocator.free(nothing);
-    allocator.stop_recording().expect("whole");
+    allocator.stop_recording().expect("the recording should be complete");
 }

@@ -59,7 +59,7 @@ fn every_seed_passes_its_target() {
         }
         for path in paths {
             println!("{}", path.display());
-            target(&fs::read(&path).expect("readable"));
+            target(&fs::read(&path).expect("it should be readable"));
         }
     }
 }
@@ -67,7 +67,7 @@ fn every_seed_passes_its_target() {
 /// Returns the files in a folder, by name; none if the folder does not exist.
 fn files_in(folder: &Path) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(folder) else { return Vec::new() };
-    let mut paths: Vec<_> = entries.map(|entry| entry.expect("readable").path()).collect();
+    let mut paths: Vec<_> = entries.map(|entry| entry.expect("it should be readable").path()).collect();
     paths.sort();
     paths
 }
@@ -77,7 +77,7 @@ fn files_in(folder: &Path) -> Vec<PathBuf> {
 fn every_seed_folder_has_its_target() {
     let seeds = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/seeds");
     for entry in fs::read_dir(seeds).expect("the folder of seeds") {
-        let name = entry.expect("readable").file_name();
+        let name = entry.expect("it should be readable").file_name();
         assert!(TARGETS.iter().any(|(target, _)| name == *target), "{name:?} has no target");
     }
 }

@@ -17,29 +17,30 @@ fn drive(allocator: &SharedAllocator<SimBackend>, pool: PoolId, stream: StreamId
         match random.below(10) {
             0..=4 => {
                 let size_bytes = 512 << random.below(14);
-                let allocation = allocator.allocate(pool, stream, size_bytes).expect("no limit");
+                let allocation = allocator.allocate(pool, stream, size_bytes).expect("no limit should be reached");
                 let submitted = allocator.backend().submit(stream, allocation.address, allocation.size_bytes);
                 submitted.expect("the earlier users were waited for");
                 live.push(allocation.handle);
             }
             5..=7 if !live.is_empty() => {
                 let handle = live.swap_remove(random.below(live.len() as u64) as usize);
-                allocator.free(handle).expect("live");
+                allocator.free(handle).expect("the allocation should be live");
             }
             8 if !live.is_empty() => {
                 let handle = live[random.below(live.len() as u64) as usize];
                 let other = StreamId(random.below(THREADS.into()) as u16);
-                allocator.record_use(handle, other).expect("live");
+                allocator.record_use(handle, other).expect("the allocation should be live");
             }
-            _ => allocator.reserve(pool, stream, random.below(8) << 20).expect("no limit"),
+            _ => allocator.reserve(pool, stream, random.below(8) << 20).expect("no limit should be reached"),
         }
     }
-    live.into_iter().for_each(|handle| allocator.free(handle).expect("live"));
+    live.into_iter().for_each(|handle| allocator.free(handle).expect("the allocation should be live"));
 }
 
 fn allocator(pool: PoolConfig, seed: u64) -> SharedAllocator<SimBackend> {
-    let config = Config::builder().default_pool(pool).build().expect("valid");
-    let allocator = SharedAllocator::new(SimBackend::builder().seed(seed).build(), config).expect("valid");
+    let config = Config::builder().default_pool(pool).build().expect("the configuration should be valid");
+    let allocator =
+        SharedAllocator::new(SimBackend::builder().seed(seed).build(), config).expect("the arguments should be valid");
     for stream in 0..THREADS {
         assert_eq!(allocator.register_stream(), Ok(StreamId(stream)));
     }
@@ -47,9 +48,12 @@ fn allocator(pool: PoolConfig, seed: u64) -> SharedAllocator<SimBackend> {
 }
 
 fn digests(allocator: &SharedAllocator<SimBackend>) -> (Digest, Vec<(StreamGroup, Digest)>) {
-    allocator.check().expect("consistent");
+    allocator.check().expect("the invariants should hold");
     let pool = PoolId::DEFAULT;
-    (allocator.digest(pool).expect("exists"), allocator.heap_digests(pool).expect("exists"))
+    (
+        allocator.digest(pool).expect("the pool should exist"),
+        allocator.heap_digests(pool).expect("the pool should exist"),
+    )
 }
 
 fn threads_decide_like_one(pool: &PoolConfig) {
@@ -67,7 +71,7 @@ fn threads_decide_like_one(pool: &PoolConfig) {
         assert_eq!(digests(&together).1.len(), usize::from(THREADS));
         assert_eq!(together.stats().usage.all.allocations.current, 0);
         let backend_leaks = {
-            together.trim_all().expect("no faults");
+            together.trim_all().expect("no fault should be injected");
             together.backend().leaks()
         };
         assert!(backend_leaks.is_empty(), "{backend_leaks}");
@@ -81,7 +85,7 @@ fn threads_on_expandable_heaps_decide_like_one_thread() {
 
 #[test]
 fn threads_on_fixed_segments_decide_like_one_thread() {
-    threads_decide_like_one(&PoolConfig::builder().fixed().build().expect("valid"));
+    threads_decide_like_one(&PoolConfig::builder().fixed().build().expect("the configuration should be valid"));
 }
 
 /// Ops of a rank in one pool change no placement in another (rule D8).
@@ -89,7 +93,7 @@ fn threads_on_fixed_segments_decide_like_one_thread() {
 fn pools_are_independent() {
     let run = |is_rank_zero: bool| {
         let allocator = allocator(PoolConfig::default(), 3);
-        let log = allocator.create_pool(PoolConfig::default()).expect("valid");
+        let log = allocator.create_pool(PoolConfig::default()).expect("the configuration should be valid");
         std::thread::scope(|scope| {
             if is_rank_zero {
                 scope.spawn(|| drive(&allocator, log, StreamId(0), 77));
@@ -104,7 +108,10 @@ fn pools_are_independent() {
 /// Many threads share one pool whose streams share a heap. Their order varies, but the heap stays consistent and nothing races.
 #[test]
 fn threads_that_share_a_heap_leave_it_consistent() {
-    let pool = PoolConfig::builder().streams(symmalloc_core::config::StreamPolicy::Shared).build().expect("valid");
+    let pool = PoolConfig::builder()
+        .streams(symmalloc_core::config::StreamPolicy::Shared)
+        .build()
+        .expect("the configuration should be valid");
     let allocator = allocator(pool, 9);
     std::thread::scope(|scope| {
         for stream in 0..THREADS {
@@ -115,16 +122,18 @@ fn threads_that_share_a_heap_leave_it_consistent() {
                 for _ in 0..OPS {
                     if live.len() < 40 && random.below(2) == 0 {
                         let size_bytes = 512 << random.below(14);
-                        let made = allocator.allocate(PoolId::DEFAULT, StreamId(stream), size_bytes).expect("no limit");
+                        let made = allocator
+                            .allocate(PoolId::DEFAULT, StreamId(stream), size_bytes)
+                            .expect("no limit should be reached");
                         live.push(made.handle);
                     } else if let Some(handle) = live.pop() {
-                        allocator.free(handle).expect("live");
+                        allocator.free(handle).expect("the allocation should be live");
                     }
                 }
             });
         }
     });
-    allocator.check().expect("consistent");
+    allocator.check().expect("the invariants should hold");
 }
 
 /// Threads continually obtain and release memory, each in a separate pool under one limit. The charged bytes equal the held bytes, and
@@ -132,12 +141,15 @@ fn threads_that_share_a_heap_leave_it_consistent() {
 #[test]
 fn threads_that_charge_one_limit_lose_no_charge() {
     let limit_bytes = 14 * MIB;
-    let config = Config::builder().total_limit_bytes(Some(limit_bytes)).build().expect("valid");
-    let allocator = SharedAllocator::new(IdleBackend::default(), config).expect("valid");
+    let config =
+        Config::builder().total_limit_bytes(Some(limit_bytes)).build().expect("the configuration should be valid");
+    let allocator = SharedAllocator::new(IdleBackend::default(), config).expect("the arguments should be valid");
     let pools: Vec<PoolId> = (0..THREADS)
         .map(|_| {
             allocator.register_stream().expect("a stream id is available");
-            allocator.create_pool(PoolConfig::builder().fixed().build().expect("valid")).expect("the pool is created")
+            allocator
+                .create_pool(PoolConfig::builder().fixed().build().expect("the configuration should be valid"))
+                .expect("the pool is created")
         })
         .collect();
     std::thread::scope(|scope| {
@@ -146,7 +158,7 @@ fn threads_that_charge_one_limit_lose_no_charge() {
             scope.spawn(move || {
                 for _ in 0..300_000 {
                     if allocator.reserve(*pool, stream, 4 * MIB).is_ok() {
-                        allocator.trim_pool(*pool).expect("no faults");
+                        allocator.trim_pool(*pool).expect("no fault should be injected");
                     }
                 }
             });

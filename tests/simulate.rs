@@ -12,7 +12,7 @@ use symmalloc_sim::job::shrink::shrink;
 use symmalloc_sim::job::{Deviation, Failure, FailureCause, JobFaults, JobOutcome, JobPlan, Size, simulate, story};
 
 fn size(ranks: u32, ops: usize) -> Size {
-    Size { ranks: NonZeroU32::new(ranks).expect("not zero"), ops }
+    Size { ranks: NonZeroU32::new(ranks).expect("the number should not be zero"), ops }
 }
 
 fn run(plan: &JobPlan) -> Result<JobOutcome, Failure> {
@@ -81,7 +81,7 @@ fn recorded_jobs_place_alike_on_many_ranks() {
             &recording.config.clone().unwrap_or_default(),
             &recording.records,
             seed,
-            NonZeroU32::new(ranks).expect("not zero"),
+            NonZeroU32::new(ranks).expect("the number should not be zero"),
         );
         let outcome = run(&plan).unwrap_or_else(|failure| panic!("{job}: {failure}"));
         assert!(outcome.ops > u64::from(ranks) * recording.records.len() as u64 / 2, "{outcome:?}");
@@ -122,7 +122,7 @@ fn the_outcome_does_not_depend_on_the_number_of_threads() {
         let plan = JobPlan::from_seed(seed, &size(9, 150));
         let alone = run(&plan).expect("a good run");
         for workers in [2, 5] {
-            let workers = NonZeroUsize::new(workers).expect("not zero");
+            let workers = NonZeroUsize::new(workers).expect("the number should not be zero");
             assert_eq!(simulate(&plan, workers, &mut |_| ()).expect("a good run"), alone, "seed {seed}");
         }
         assert_eq!(JobPlan::from_seed(seed, &size(9, 150)), plan);

@@ -49,9 +49,9 @@ struct Job<'d, L: Lock = Exclusive> {
 impl<'d, L: Lock> Job<'d, L> {
     fn new(device: &'d SimBackend, text: &str) -> Self {
         let allocator: generic::Allocator<&SimBackend, L> =
-            generic::Allocator::with_lock(device, Config::default()).expect("valid");
+            generic::Allocator::with_lock(device, Config::default()).expect("the configuration should be valid");
         let streams = [(); 2].map(|()| allocator.register_stream().expect("a stream id is available"));
-        let pool = allocator.create_pool(policy(text)).expect("valid");
+        let pool = allocator.create_pool(policy(text)).expect("the configuration should be valid");
         Job { device, allocator, pool, streams, live: Vec::new(), next: 0 }
     }
 
@@ -64,26 +64,27 @@ impl<'d, L: Lock> Job<'d, L> {
             }
         }
         let (used, _) = job.live[4];
-        job.allocator.record_use(used.handle, job.streams[1]).expect("live");
-        let event = device.record(job.streams[0]).expect("it works");
-        device.wait(job.streams[1], event).expect("it works");
+        job.allocator.record_use(used.handle, job.streams[1]).expect("the allocation should be live");
+        let event = device.record(job.streams[0]).expect("the driver should work");
+        device.wait(job.streams[1], event).expect("the driver should work");
         device.recycle(event);
-        job.allocator.note_stream_wait(job.streams[1], job.streams[0]).expect("known");
-        job.device.submit(job.streams[1], used.address, used.size_bytes).expect("ordered");
+        job.allocator.note_stream_wait(job.streams[1], job.streams[0]).expect("the streams should be registered");
+        job.device.submit(job.streams[1], used.address, used.size_bytes).expect("no race should be found");
         for at in [18, 15, 12, 9, 6, 4, 3] {
             job.free(at);
         }
         job.allocator.trim_pool(job.pool).expect("the device releases the memory");
         // The next block consists of free pieces if the pool stitches.
         let _live = job.allocate(0, 10 * MIB);
-        job.allocator.check().expect("consistent");
+        job.allocator.check().expect("the invariants should hold");
         job
     }
 
     fn allocate(&mut self, stream: usize, size_bytes: u64) -> Allocation {
-        let allocation = self.allocator.allocate(self.pool, self.streams[stream], size_bytes).expect("memory");
+        let allocation =
+            self.allocator.allocate(self.pool, self.streams[stream], size_bytes).expect("memory should suffice");
         self.next += 1;
-        self.device.submit(self.streams[stream], allocation.address, size_bytes).expect("ordered");
+        self.device.submit(self.streams[stream], allocation.address, size_bytes).expect("no race should be found");
         self.device.write(allocation.address, allocation.size_bytes, self.next);
         self.live.push((allocation, self.next));
         allocation
@@ -91,16 +92,16 @@ impl<'d, L: Lock> Job<'d, L> {
 
     fn free(&mut self, at: usize) {
         let (allocation, _) = self.live.remove(at);
-        self.allocator.free(allocation.handle).expect("live");
+        self.allocator.free(allocation.handle).expect("the allocation should be live");
     }
 
     fn phase(&self) -> Phase {
-        self.allocator.phase(self.pool).expect("known")
+        self.allocator.phase(self.pool).expect("the pool should exist")
     }
 
     fn reserved_bytes(&self) -> u64 {
-        self.allocator.check().expect("consistent");
-        self.allocator.pool_stats(self.pool).expect("known").reserved_bytes.current
+        self.allocator.check().expect("the invariants should hold");
+        self.allocator.pool_stats(self.pool).expect("the pool should exist").reserved_bytes.current
     }
 
     /// Returns the values in the live blocks, in order.
@@ -113,10 +114,10 @@ impl<'d, L: Lock> Job<'d, L> {
         let expected: Vec<_> = self.live.iter().map(|(_, value)| Some(*value)).collect();
         assert_eq!(self.contents(), expected);
         for (block, _) in &self.live {
-            let found = self.allocator.allocation(block.handle).expect("live");
+            let found = self.allocator.allocation(block.handle).expect("the allocation should be live");
             assert_eq!((found.address, found.placement), (block.address, block.placement));
         }
-        self.allocator.check().expect("consistent");
+        self.allocator.check().expect("the invariants should hold");
     }
 
     fn end(mut self) {
@@ -124,7 +125,7 @@ impl<'d, L: Lock> Job<'d, L> {
             self.free(0);
         }
         self.allocator.trim_all().expect("the device releases the memory");
-        self.allocator.destroy_pool(self.pool).expect("nothing is live");
+        self.allocator.destroy_pool(self.pool).expect("nothing should be live in the pool");
         drop(self.allocator);
         assert!(self.device.leaks().is_empty(), "{}", self.device.leaks());
     }
@@ -132,7 +133,7 @@ impl<'d, L: Lock> Job<'d, L> {
 
 /// Returns the number of heaps of the pool that have a history.
 fn heaps(job: &Job<'_>) -> u64 {
-    let config = job.allocator.pool_config(job.pool).expect("known");
+    let config = job.allocator.pool_config(job.pool).expect("the pool should exist");
     if config.streams() == symmalloc_core::config::StreamPolicy::Shared { 1 } else { 2 }
 }
 
@@ -192,17 +193,19 @@ fn adjacent_blocks_are_copied_as_one_part_within_a_range() {
     // Includes ranges that are directly adjacent.
     let inner = SimBackend::builder().seed(1).addresses(Addresses::Ascending).build();
     let device = Hooked { inner, hook: |call: DeviceCall| calls.borrow_mut().push(call) };
-    let allocator: Allocator<_> = Allocator::new(&device, "segments:fixed".parse().expect("valid")).expect("valid");
+    let allocator: Allocator<_> = Allocator::new(&device, "segments:fixed".parse().expect("the text should be valid"))
+        .expect("the arguments should be valid");
     let streams = [(); 2].map(|()| allocator.register_stream().expect("a stream id is available"));
-    let allocate = |at: usize| allocator.allocate(PoolId::DEFAULT, streams[at], 5 * MIB).expect("memory");
+    let allocate =
+        |at: usize| allocator.allocate(PoolId::DEFAULT, streams[at], 5 * MIB).expect("memory should suffice");
     let blocks: Vec<Allocation> = [0, 0, 0, 0, 0, 0, 1].map(allocate).into();
-    allocator.free(blocks[1].handle).expect("live");
+    allocator.free(blocks[1].handle).expect("the allocation should be live");
     allocator.sleep(PoolId::DEFAULT, Contents::Keep).expect("no work is pending");
     // Four blocks fill a segment. The parts are block 0, blocks 2 and 3, blocks 4 and 5 of the directly following
     // segment, and block 6.
     assert!(calls.borrow().contains(&DeviceCall::Save { parts: 4 }), "{:?}", calls.borrow());
-    allocator.free(blocks[2].handle).expect("live");
-    allocator.wake(PoolId::DEFAULT).expect("memory");
+    allocator.free(blocks[2].handle).expect("the allocation should be live");
+    allocator.wake(PoolId::DEFAULT).expect("memory should suffice");
     assert!(calls.borrow().contains(&DeviceCall::Load { parts: 4 }), "{:?}", calls.borrow());
 }
 
@@ -214,7 +217,7 @@ fn a_sleeping_pool_refuses_requests() {
         let layout =
             if text.contains("stitching") { None } else { Some(job.allocator.save_layout(job.pool).expect("saved")) };
         job.allocator.sleep(job.pool, Contents::Keep).expect(text);
-        let before = job.allocator.digest(job.pool).expect("known");
+        let before = job.allocator.digest(job.pool).expect("the pool should exist");
         let (pool, sleeps) = (job.pool, PoolSleeps { pool: job.pool });
         let third = job.allocator.register_stream().expect("a stream id is available");
         for (stream, size_bytes) in
@@ -232,19 +235,23 @@ fn a_sleeping_pool_refuses_requests() {
                 RestoreError::State(LayoutError::Sleeps(sleeps))
             );
         }
-        assert_eq!(job.allocator.digest(pool).expect("known"), before, "{text}: misuse leaves no trace");
-        assert_eq!(job.allocator.trim_pool(pool).expect("nothing is there"), 0);
-        assert_eq!(job.allocator.trim_all().expect("nothing is there"), 0);
+        assert_eq!(
+            job.allocator.digest(pool).expect("the pool should exist"),
+            before,
+            "{text}: misuse leaves no trace"
+        );
+        assert_eq!(job.allocator.trim_pool(pool).expect("there should be nothing to release"), 0);
+        assert_eq!(job.allocator.trim_all().expect("there should be nothing to release"), 0);
         // Frees are allowed, and the freed blocks affect decisions once the pool is awake.
         let first = job.live[0].0;
         job.free(0);
         while job.live.len() > 4 {
             job.free(3);
         }
-        job.allocator.check().expect("consistent");
+        job.allocator.check().expect("the invariants should hold");
         assert_eq!(device.mapped_bytes(), 0);
         let other = job.allocator.allocate(PoolId::DEFAULT, job.streams[0], MIB).expect("other pools serve");
-        job.allocator.free(other.handle).expect("live");
+        job.allocator.free(other.handle).expect("the allocation should be live");
         job.allocator.wake(pool).expect(text);
         job.holds_what_it_held();
         let again = job.allocate(0, 512);
@@ -252,8 +259,8 @@ fn a_sleeping_pool_refuses_requests() {
         job.allocator
             .allocate(pool, third, MIB)
             .map(|there| job.allocator.free(there.handle))
-            .expect("memory")
-            .expect("live");
+            .expect("memory should suffice")
+            .expect("it should be live");
         job.allocator.trim_all().expect("the device releases the memory");
         job.end();
     }
@@ -271,8 +278,8 @@ fn an_empty_sleeping_pool_can_be_destroyed() {
                 while !job.live.is_empty() {
                     job.free(0);
                 }
-                job.allocator.destroy_pool(job.pool).expect("nothing is live");
-                job.allocator.check().expect("consistent");
+                job.allocator.destroy_pool(job.pool).expect("nothing should be live in the pool");
+                job.allocator.check().expect("the invariants should hold");
                 let unknown = UnknownError::DestroyedPool { pool: job.pool };
                 let refused = SleepError { pool: job.pool, cause: unknown.into() };
                 assert_eq!(job.allocator.wake(job.pool), Err(refused.clone()));
@@ -289,24 +296,25 @@ fn an_empty_sleeping_pool_can_be_destroyed() {
 #[test]
 fn a_sleeping_pool_does_not_count_toward_limits_until_it_wakes() {
     let device = device();
-    let config = "total_limit_mb:64".parse().expect("valid");
-    let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
+    let config = "total_limit_mb:64".parse().expect("the text should be valid");
+    let allocator: Allocator<_> = Allocator::new(&device, config).expect("the arguments should be valid");
     let stream = allocator.register_stream().expect("a stream id is available");
-    let pools = [(); 2].map(|()| allocator.create_pool(policy("segments:expandable")).expect("valid"));
-    let first = allocator.allocate(pools[0], stream, 60 * MIB).expect("memory");
+    let pools = [(); 2]
+        .map(|()| allocator.create_pool(policy("segments:expandable")).expect("the configuration should be valid"));
+    let first = allocator.allocate(pools[0], stream, 60 * MIB).expect("memory should suffice");
     device.write(first.address, first.size_bytes, 9);
     assert!(allocator.allocate(pools[1], stream, 60 * MIB).is_err());
-    allocator.sleep(pools[0], Contents::Keep).expect("nothing prevents it");
-    let second = allocator.allocate(pools[1], stream, 60 * MIB).expect("memory");
+    allocator.sleep(pools[0], Contents::Keep).expect("nothing should prevent the sleep");
+    let second = allocator.allocate(pools[1], stream, 60 * MIB).expect("memory should suffice");
     let error = allocator.wake(pools[0]).unwrap_err();
     let text = "p1: it stays asleep, because waking needs 60.00 MiB: free and trim memory of other pools, or put them to sleep, and wake it again: the allocator's limit is 64.00 MiB: raise it, or trim other pools";
     assert_eq!(error.to_string(), text);
-    allocator.check().expect("consistent");
-    allocator.sleep(pools[1], Contents::Drop).expect("nothing prevents it");
-    allocator.wake(pools[0]).expect("memory");
+    allocator.check().expect("the invariants should hold");
+    allocator.sleep(pools[1], Contents::Drop).expect("nothing should prevent the sleep");
+    allocator.wake(pools[0]).expect("memory should suffice");
     assert_eq!(device.read(first.address, first.size_bytes), Some(9));
-    allocator.check().expect("consistent");
-    allocator.free(second.handle).expect("live");
+    allocator.check().expect("the invariants should hold");
+    allocator.free(second.handle).expect("the allocation should be live");
 }
 
 #[test]
@@ -314,7 +322,7 @@ fn a_guard_that_is_dropped_undoes_its_step() {
     for text in POLICIES {
         let device = device();
         let mut job: Job = Job::busy(&device, text);
-        let digest = |job: &Job<'_>| job.allocator.digest(job.pool).expect("known");
+        let digest = |job: &Job<'_>| job.allocator.digest(job.pool).expect("the pool should exist");
         let (before, heaps) = (digest(&job).ops, heaps(&job));
         let quiesced = job.allocator.quiesce(job.pool, Contents::Keep).expect("no work is pending");
         assert!(matches!(job.allocator.allocate(job.pool, job.streams[0], 1), Err(AllocateError::Sleeps(_))));
@@ -333,7 +341,7 @@ fn a_guard_that_is_dropped_undoes_its_step() {
         job.holds_what_it_held();
 
         job.allocator.sleep(job.pool, Contents::Keep).expect(text);
-        let remapped = job.allocator.remap(job.pool).expect("memory");
+        let remapped = job.allocator.remap(job.pool).expect("memory should suffice");
         assert!(device.mapped_bytes() > 0);
         assert!(matches!(job.allocator.allocate(job.pool, job.streams[0], 1), Err(AllocateError::Sleeps(_))));
         assert!(matches!(
@@ -356,11 +364,11 @@ fn repeated_sleeps_and_wakes_are_only_recorded() {
     assert_eq!(job.allocator.wake(job.pool).expect("awake").remapped_bytes, 0);
     job.holds_what_it_held();
     job.allocator.sleep(job.pool, Contents::Keep).expect("no work is pending");
-    let again = job.allocator.sleep(job.pool, Contents::Drop).expect("asleep");
+    let again = job.allocator.sleep(job.pool, Contents::Drop).expect("the pool should fall asleep");
     assert_eq!((again.released_bytes, again.kept_bytes, device.leaks().images), (0, 0, 1), "the saved contents stay");
-    drop(job.allocator.quiesce(job.pool, Contents::Zero).expect("asleep"));
+    drop(job.allocator.quiesce(job.pool, Contents::Zero).expect("the pool should fall asleep"));
     assert_eq!(job.phase(), Phase::Asleep);
-    assert_eq!(job.allocator.wake(job.pool).expect("memory").remapped_bytes, whole);
+    assert_eq!(job.allocator.wake(job.pool).expect("memory should suffice").remapped_bytes, whole);
     drop(job.allocator.remap(job.pool).expect("awake"));
     assert_eq!(job.phase(), Phase::Awake);
     job.holds_what_it_held();
@@ -372,14 +380,14 @@ fn waking_a_pool_that_is_awake_leaves_its_open_step_alone() {
     let device = device();
     let mut job: Job = Job::new(&device, "segments:expandable,plan:learn");
     let mut step = |wakes: bool| {
-        job.allocator.begin_step(job.pool, 0).expect("none is open");
+        job.allocator.begin_step(job.pool, 0).expect("no step should be open");
         if wakes {
             job.allocator.wake(job.pool).expect("it is awake");
             drop(job.allocator.remap(job.pool).expect("it is awake"));
         }
         let _live = job.allocate(0, 5 * MIB);
         job.free(0);
-        job.allocator.end_step(job.pool).expect("open").planned
+        job.allocator.end_step(job.pool).expect("a step should be open").planned
     };
     assert_eq!([false, false, false, true, false].map(&mut step), [0, 0, 1, 1, 1]);
     job.end();
@@ -390,7 +398,7 @@ fn an_observed_pool_sleeps_only_stepwise_and_keeps_its_retired_segments() {
     for text in ["segments:expandable", "segments:fixed"] {
         let device = device();
         let mut job: Job = Job::busy(&device, text);
-        let (observer, births) = job.allocator.observe(job.pool).expect("known");
+        let (observer, births) = job.allocator.observe(job.pool).expect("the pool should exist");
         assert!(!births.is_empty());
         while job.live.iter().any(|(block, _)| block.placement.segment.0 == 0) {
             let at = job
@@ -400,19 +408,23 @@ fn an_observed_pool_sleeps_only_stepwise_and_keeps_its_retired_segments() {
                 .expect("a block of segment 0 is live");
             job.free(at);
         }
-        job.allocator.trim_pool(job.pool).expect("taken");
-        let dead_bytes = job.allocator.pool_stats(job.pool).expect("known").retired_bytes;
+        job.allocator.trim_pool(job.pool).expect("the driver should release memory");
+        let dead_bytes = job.allocator.pool_stats(job.pool).expect("the pool should exist").retired_bytes;
         assert!(dead_bytes > 0, "{text}");
         let refused = job.allocator.sleep(job.pool, Contents::Keep);
         assert_eq!(refused, Err(SleepError { pool: job.pool, cause: SleepCause::Observed { observers: 1 } }));
-        job.allocator.quiesce(job.pool, Contents::Keep).expect("no work is pending").unmap().expect("taken");
+        job.allocator
+            .quiesce(job.pool, Contents::Keep)
+            .expect("no work is pending")
+            .unmap()
+            .expect("the driver should release memory");
         assert_eq!((job.phase(), job.reserved_bytes()), (Phase::Asleep, dead_bytes), "{text}");
         let unread = job.allocator.unread(observer);
-        job.allocator.acknowledge(observer, &unread).expect("taken");
+        job.allocator.acknowledge(observer, &unread).expect("the driver should release memory");
         assert_eq!(job.reserved_bytes(), 0, "{text}");
-        job.allocator.wake(job.pool).expect("memory");
+        job.allocator.wake(job.pool).expect("memory should suffice");
         job.holds_what_it_held();
-        job.allocator.forget(observer).expect("taken");
+        job.allocator.forget(observer).expect("the driver should release memory");
         job.end();
     }
 }
@@ -422,13 +434,13 @@ fn an_open_step_prevents_sleep_and_learned_plans_survive_it() {
     let device = device();
     let mut job: Job = Job::new(&device, "segments:expandable,plan:learn");
     let step = |job: &mut Job<'_>| {
-        job.allocator.begin_step(job.pool, 0).expect("none is open");
+        job.allocator.begin_step(job.pool, 0).expect("no step should be open");
         let blocks: Vec<Allocation> = [5, 3, 9].map(|mib| job.allocate(0, mib * MIB)).into();
         let refused = job.allocator.sleep(job.pool, Contents::Keep);
         assert_eq!(refused, Err(SleepError { pool: job.pool, cause: SleepCause::StepOpen }));
         let count = job.live.len();
         job.free(count - 2);
-        (job.allocator.end_step(job.pool).expect("open"), blocks)
+        (job.allocator.end_step(job.pool).expect("a step should be open"), blocks)
     };
     for _ in 0..3 {
         step(&mut job);
@@ -440,7 +452,7 @@ fn an_open_step_prevents_sleep_and_learned_plans_survive_it() {
     assert_eq!(report.planned, 3);
     job.allocator.sleep(job.pool, Contents::Keep).expect("no step is open");
     assert_eq!(device.mapped_bytes(), 0);
-    job.allocator.wake(job.pool).expect("memory");
+    job.allocator.wake(job.pool).expect("memory should suffice");
     job.holds_what_it_held();
     while !job.live.is_empty() {
         job.free(0);
@@ -461,25 +473,25 @@ fn a_sleep_waits_for_the_streams_that_used_planned_places() {
         let device = device();
         let mut job: Job = Job::new(&device, "segments:expandable,plan:learn");
         for number in 0..4 {
-            job.allocator.begin_step(job.pool, 0).expect("none is open");
+            job.allocator.begin_step(job.pool, 0).expect("no step should be open");
             let made = job.allocate(0, 5 * MIB);
             if number == 3 {
                 let [owner, user] = job.streams;
-                let event = device.record(owner).expect("it works");
-                device.wait(user, event).expect("it works");
+                let event = device.record(owner).expect("the driver should work");
+                device.wait(user, event).expect("the driver should work");
                 device.recycle(event);
-                job.allocator.record_use(made.handle, user).expect("live");
-                device.submit(user, made.address, made.size_bytes).expect("ordered");
+                job.allocator.record_use(made.handle, user).expect("the allocation should be live");
+                device.submit(user, made.address, made.size_bytes).expect("no race should be found");
             }
             if number < 3 || !is_live {
                 job.free(0);
             }
-            let report = job.allocator.end_step(job.pool).expect("open");
+            let report = job.allocator.end_step(job.pool).expect("a step should be open");
             assert_eq!(report.planned, u64::from(number > 1));
         }
         job.allocator.sleep(job.pool, Contents::Keep).expect("no step is open");
         assert_eq!(device.mapped_bytes(), 0);
-        job.allocator.wake(job.pool).expect("memory");
+        job.allocator.wake(job.pool).expect("memory should suffice");
         job.holds_what_it_held();
         job.end();
     }
@@ -489,16 +501,20 @@ fn a_sleep_waits_for_the_streams_that_used_planned_places() {
 fn pools_of_a_tag_are_found_in_order() {
     let device = device();
     let allocator: Allocator<_> =
-        Allocator::new(&device, "tag:activations".parse::<Config>().expect("valid")).expect("valid");
+        Allocator::new(&device, "tag:activations".parse::<Config>().expect("the text should be valid"))
+            .expect("the arguments should be valid");
     let tagged = |tag: &str| allocator.pools_tagged(tag);
-    let make = |text: &str| allocator.create_pool(policy(text)).expect("valid");
+    let make = |text: &str| allocator.create_pool(policy(text)).expect("the configuration should be valid");
     let pools = ["tag:weights", "tag:kv_cache", "segments:fixed,tag:weights", "segments:fixed"].map(make);
     assert_eq!(tagged("weights"), [pools[0], pools[2]]);
     assert_eq!(tagged("activations"), [PoolId::DEFAULT]);
     assert_eq!(tagged("other"), []);
-    allocator.destroy_pool(pools[0]).expect("empty");
+    allocator.destroy_pool(pools[0]).expect("the pool should be empty");
     assert_eq!(tagged("weights"), [pools[2]]);
-    assert_eq!(allocator.pool_config(pools[2]).expect("known").to_string().matches("tag:weights").count(), 1);
+    assert_eq!(
+        allocator.pool_config(pools[2]).expect("the pool should exist").to_string().matches("tag:weights").count(),
+        1
+    );
     for wrong in ["", "Weights", "a b", "a_name_of_twenty_five_bytes", "kv:cache"] {
         assert_eq!(PoolConfig::builder().tag(Some(wrong)).build(), Err(ConfigError::NotATag), "{wrong}");
     }
@@ -509,13 +525,20 @@ fn pools_of_a_tag_are_found_in_order() {
 #[test]
 fn a_pool_without_memory_sleeps_and_keeping_contents_needs_a_backend_that_copies() {
     let device = device();
-    let allocator: Allocator<_> = Allocator::new(&device, Config::default()).expect("valid");
+    let allocator: Allocator<_> = Allocator::new(&device, Config::default()).expect("the arguments should be valid");
     let stream = allocator.register_stream().expect("a stream id is available");
-    assert_eq!(allocator.sleep(PoolId::DEFAULT, Contents::Keep).expect("nothing is there").kept_bytes, 0);
+    assert_eq!(
+        allocator.sleep(PoolId::DEFAULT, Contents::Keep).expect("there should be nothing to release").kept_bytes,
+        0
+    );
     assert!(matches!(allocator.allocate(PoolId::DEFAULT, stream, 1), Err(AllocateError::Sleeps(_))));
     allocator.wake(PoolId::DEFAULT).expect("nothing is needed");
-    assert_eq!(allocator.digest(PoolId::DEFAULT).expect("known").ops, 0, "a heap without ops has no history");
-    let _live = allocator.allocate(PoolId::DEFAULT, stream, 1).expect("memory");
+    assert_eq!(
+        allocator.digest(PoolId::DEFAULT).expect("the pool should exist").ops,
+        0,
+        "a heap without ops has no history"
+    );
+    let _live = allocator.allocate(PoolId::DEFAULT, stream, 1).expect("memory should suffice");
 
     struct CannotCopy(SimBackend);
     impl Backend for CannotCopy {
@@ -564,14 +587,14 @@ fn a_pool_without_memory_sleeps_and_keeping_contents_needs_a_backend_that_copies
             self.0.synchronize(stream)
         }
     }
-    let plain: Allocator<_> =
-        Allocator::new(CannotCopy(SimBackend::builder().build()), Config::default()).expect("valid");
+    let plain: Allocator<_> = Allocator::new(CannotCopy(SimBackend::builder().build()), Config::default())
+        .expect("the arguments should be valid");
     let stream = plain.register_stream().expect("a stream id is available");
-    let block = plain.allocate(PoolId::DEFAULT, stream, MIB).expect("memory");
+    let block = plain.allocate(PoolId::DEFAULT, stream, MIB).expect("memory should suffice");
     let error = plain.sleep(PoolId::DEFAULT, Contents::Keep).unwrap_err();
     assert!(matches!(error.cause, SleepCause::Save { live_bytes: MIB, .. }), "{error}");
     plain.sleep(PoolId::DEFAULT, Contents::Drop).expect("nothing is copied");
-    plain.wake(PoolId::DEFAULT).expect("memory");
-    assert_eq!(plain.allocation(block.handle).expect("live").address, block.address);
+    plain.wake(PoolId::DEFAULT).expect("memory should suffice");
+    assert_eq!(plain.allocation(block.handle).expect("the allocation should be live").address, block.address);
     assert_ne!(block.address, DeviceAddress(0));
 }

@@ -34,18 +34,18 @@ struct Job<B: Backend> {
 
 impl<B: Backend> Job<B> {
     fn new(backend: B, more: &str) -> Self {
-        let allocator: Allocator<B> = Allocator::new(backend, config(more)).expect("valid");
+        let allocator: Allocator<B> = Allocator::new(backend, config(more)).expect("the arguments should be valid");
         let streams = (0..3).map(|_| allocator.register_stream().expect("a stream id is available")).collect();
         Job { allocator, streams }
     }
 
     fn allocate(&self, stream: usize, mib: u64) -> Allocation {
-        self.allocator.allocate(POOL, self.streams[stream], mib * MIB).expect("memory")
+        self.allocator.allocate(POOL, self.streams[stream], mib * MIB).expect("memory should suffice")
     }
 
     fn free(&self, allocation: Allocation) {
-        self.allocator.free(allocation.handle).expect("live");
-        self.allocator.check().expect("consistent");
+        self.allocator.free(allocation.handle).expect("the allocation should be live");
+        self.allocator.check().expect("the invariants should hold");
     }
 
     /// Allocates adjacent blocks of 4 MiB and frees every second one.
@@ -90,7 +90,7 @@ fn a_stitched_block_takes_no_memory_and_a_repeated_one_no_map_call() {
         }
         whole = job.allocate(0, 11);
         assert_eq!(whole.placement.segment.0, 1, "round {round}: the oldest range fits");
-        device.submit(job.streams[0], whole.address, 11 * MIB).expect("ordered");
+        device.submit(job.streams[0], whole.address, 11 * MIB).expect("no race should be found");
     }
     assert_eq!((job.reserved_mib(), maps() - before), (32, 6 + 7), "nothing was mapped twice");
 }
@@ -180,7 +180,7 @@ fn requests_that_growth_serves_as_well_are_not_stitched() {
     assert_eq!((second.placement.segment.0, job.stitched().len(), job.reserved_mib()), (0, 0, 20));
     let _kept = job.pieces(0, 2);
     // Fewer bytes than `stitching_least`, and more granules than `stitching_maps`.
-    let little = job.allocator.allocate(POOL, job.streams[0], 4 * MIB - 512).expect("memory");
+    let little = job.allocator.allocate(POOL, job.streams[0], 4 * MIB - 512).expect("memory should suffice");
     assert_eq!(little.placement.segment.0, 0);
     let bounded = Job::new(&device, ",stitching_maps:3");
     let _kept = bounded.pieces(0, 4);
@@ -197,10 +197,10 @@ fn a_stitched_block_waits_for_the_users_of_all_its_pieces() {
         for (at, block) in blocks.iter().enumerate() {
             device.submit(job.streams[0], block.address, 4 * MIB).expect("first use");
             let user = job.streams[1 + at % 2];
-            let event = device.record(job.streams[0]).expect("no faults");
-            device.wait(user, event).expect("no faults");
+            let event = device.record(job.streams[0]).expect("no fault should be injected");
+            device.wait(user, event).expect("no fault should be injected");
             device.recycle(event);
-            job.allocator.record_use(block.handle, user).expect("live");
+            job.allocator.record_use(block.handle, user).expect("the allocation should be live");
             device.submit(user, block.address, 4 * MIB).expect("it waited");
         }
         [1, 3, 4].into_iter().for_each(|at| job.free(blocks[at]));
@@ -225,18 +225,18 @@ fn a_trim_unmaps_unused_ranges_and_releases_all_memory() {
     let job = Job::new(&device, "");
     let kept = job.pieces(0, 3);
     let whole = job.allocate(0, 10);
-    device.submit(job.streams[0], whole.address, 10 * MIB).expect("ordered");
+    device.submit(job.streams[0], whole.address, 10 * MIB).expect("no race should be found");
     job.free(whole);
     // A small block holds one granule of the range, and of the memory.
-    let small = job.allocator.allocate(POOL, job.streams[0], 10 * MIB - 512).expect("memory");
-    let rest = job.allocator.allocate(POOL, job.streams[0], 512).expect("memory");
+    let small = job.allocator.allocate(POOL, job.streams[0], 10 * MIB - 512).expect("memory should suffice");
+    let rest = job.allocator.allocate(POOL, job.streams[0], 512).expect("memory should suffice");
     assert_eq!((small.placement.segment.0, rest.placement.segment.0), (1, 1));
     job.free(small);
-    assert_eq!(job.allocator.trim_all().expect("no faults") / MIB, 10);
+    assert_eq!(job.allocator.trim_all().expect("no fault should be injected") / MIB, 10);
     assert_eq!((job.reserved_mib(), device.mapped_bytes() / MIB, job.stitched().len()), (14, 14, 1));
     job.free(rest);
     kept.into_iter().for_each(|block| job.free(block));
-    assert_eq!(job.allocator.trim_all().expect("no faults") / MIB, 14);
+    assert_eq!(job.allocator.trim_all().expect("no fault should be injected") / MIB, 14);
     assert_eq!((job.reserved_mib(), device.leaks().is_empty()), (0, true));
 }
 
@@ -253,7 +253,7 @@ fn the_host_waits_only_in_a_trim_and_with_too_many_ranges() {
         // The blocks that stay in between make each range different.
         let spacer = job.allocate(0, 1 + round % 4);
         let whole = job.allocate(0, 6 + 2 * (round % 6));
-        device.submit(job.streams[0], whole.address, whole.size_bytes).expect("ordered");
+        device.submit(job.streams[0], whole.address, whole.size_bytes).expect("no race should be found");
         made.insert(whole.placement.segment);
         job.free(whole);
         job.free(spacer);
@@ -275,8 +275,8 @@ fn a_refused_map_changes_only_the_digest() {
             device.inject(Some(Call::Map), FaultRule::At { ordinal: maps + nth }, Fault::Refused);
         }
         let made = job.allocator.allocate(POOL, job.streams[0], 10 * MIB);
-        job.allocator.check().expect("consistent");
-        let digest = job.allocator.digest(POOL).expect("the pool exists");
+        job.allocator.check().expect("the invariants should hold");
+        let digest = job.allocator.digest(POOL).expect("the pool should exist");
         assert_eq!((job.reserved_mib(), device.mapped_bytes() / MIB), (24, 24));
         let made = made.or_else(|error| {
             assert!(matches!(error, AllocateError::Fence { .. }), "{error}");
@@ -299,8 +299,12 @@ fn a_backend_that_cannot_alias_serves_requests_without_stitching() {
         let job = Job::new(backend, "");
         let _kept = job.pieces(0, 3);
         let whole = job.allocate(0, 10);
-        let config = job.allocator.pool_config(POOL).expect("the pool exists").clone();
-        (whole.placement.segment.0, config.stitching().cloned(), job.allocator.digest(POOL).expect("the pool exists"))
+        let config = job.allocator.pool_config(POOL).expect("the pool should exist").clone();
+        (
+            whole.placement.segment.0,
+            config.stitching().cloned(),
+            job.allocator.digest(POOL).expect("the pool should exist"),
+        )
     };
     let (segment, stitching, digest) = plain(SimBackend::builder().can_alias(false).build());
     assert_eq!((segment, stitching), (0, None));
@@ -321,13 +325,16 @@ fn symmetric_and_fixed_pools_cannot_stitch() {
     let refused = |text: &str| text.parse::<PoolConfig>().expect_err(text);
     assert!(matches!(refused("stitching:true,symmetric:true"), ConfigTextError::OutOfRange { offset: 0, .. }));
     assert!(matches!(refused("segments:fixed,stitching:true"), ConfigTextError::WrongSegments { offset: 15, .. }));
-    let asked = |text: &str| text.parse::<PoolConfig>().expect("valid").stitching().cloned();
+    let asked = |text: &str| text.parse::<PoolConfig>().expect("the text should be valid").stitching().cloned();
     assert_eq!(asked("stitching_least_mb:8").map(|stitching| stitching.least_bytes), Some(8 * MIB));
     assert_eq!((asked("stitching:false,stitching_least_mb:8"), asked("")), (None, None));
     assert!(matches!(refused("stitching:true,stitching_maps:0"), ConfigTextError::OutOfRange { offset: 15, .. }));
     let text = "segments:expandable,range_mb:524288,growth_mb:2,streams:separate,symmetric:false,reclaim:heap,stitching:true,\
                 stitching_granule_mb:20,stitching_least_mb:160,stitching_maps:16384,stitching_aliases:65536";
-    assert_eq!("stitching:true,stitching_granule_mb:20".parse::<PoolConfig>().expect("valid").to_string(), text);
+    assert_eq!(
+        "stitching:true,stitching_granule_mb:20".parse::<PoolConfig>().expect("the text should be valid").to_string(),
+        text
+    );
     assert_eq!(text.parse::<PoolConfig>().expect("canonical").to_string(), text);
 }
 
@@ -342,7 +349,7 @@ fn a_pool_with_stitched_ranges_has_no_layout_until_it_is_trimmed() {
     assert_eq!(job.allocator.save_layout(POOL).expect_err("kept"), LayoutError::Stitched { pool: POOL });
     let refused = job.allocator.revive_layout(POOL, &saved).expect_err("kept");
     assert_eq!(refused, RestoreError::State(LayoutError::Stitched { pool: POOL }));
-    job.allocator.trim_all().expect("no faults");
+    job.allocator.trim_all().expect("no fault should be injected");
     job.allocator.save_layout(POOL).expect("forgotten");
 }
 
@@ -351,21 +358,21 @@ fn nothing_is_stitched_while_the_pool_is_observed() {
     let device = device();
     let job = Job::new(&device, "");
     let _kept = job.pieces(0, 3);
-    let (observer, _) = job.allocator.observe(POOL).expect("the pool exists");
+    let (observer, _) = job.allocator.observe(POOL).expect("the pool should exist");
     let whole = job.allocate(0, 10);
     assert_eq!(whole.placement.segment.0, 0);
     job.free(whole);
-    job.allocator.forget(observer).expect("no faults");
+    job.allocator.forget(observer).expect("no fault should be injected");
     let whole = job.allocate(0, 20);
     assert_eq!(whole.placement.segment.0, 1);
     // The stitched range exists before the next observer, which is notified only of memory at home.
-    let (observer, births) = job.allocator.observe(POOL).expect("the pool exists");
+    let (observer, births) = job.allocator.observe(POOL).expect("the pool should exist");
     assert_eq!(births.iter().map(|event| event.size_bytes / MIB).collect::<Vec<_>>(), [job.reserved_mib(), 0]);
     job.free(whole);
-    job.allocator.trim_all().expect("no faults");
-    job.allocator.check().expect("consistent");
-    job.allocator.forget(observer).expect("no faults");
-    job.allocator.trim_all().expect("no faults");
+    job.allocator.trim_all().expect("no fault should be injected");
+    job.allocator.check().expect("the invariants should hold");
+    job.allocator.forget(observer).expect("no fault should be injected");
+    job.allocator.trim_all().expect("no fault should be injected");
     assert_eq!((job.reserved_mib(), job.stitched().len()), (12, 0));
 }
 
@@ -376,7 +383,7 @@ fn an_observed_pool_uses_its_ranges_again() {
     let _kept = job.pieces(0, 4);
     let whole = job.allocate(0, 12);
     job.free(whole);
-    let (observer, _) = job.allocator.observe(POOL).expect("the pool exists");
+    let (observer, _) = job.allocator.observe(POOL).expect("the pool should exist");
     let (reserved, maps) = (job.reserved_mib(), device.calls().of(Call::Map));
     for _ in 0..3 {
         let again = job.allocate(0, 12);
@@ -384,7 +391,7 @@ fn an_observed_pool_uses_its_ranges_again() {
         job.free(again);
     }
     assert_eq!(device.calls().of(Call::Map), maps);
-    job.allocator.forget(observer).expect("no faults");
+    job.allocator.forget(observer).expect("no fault should be injected");
 }
 
 /// A use by another stream records an event at the free. The next user of a piece waits for that event, and not
@@ -395,14 +402,14 @@ fn the_events_of_a_stitched_block_go_home_with_its_pieces() {
     let job = Job::new(&device, ",streams:shared");
     let _kept = job.pieces(0, 4);
     let whole = job.allocate(0, 12);
-    job.allocator.record_use(whole.handle, job.streams[1]).expect("live");
+    job.allocator.record_use(whole.handle, job.streams[1]).expect("the allocation should be live");
     let records = device.calls().of(Call::Record);
     job.free(whole);
     assert_eq!(device.calls().of(Call::Record), records + 1);
     let pieces: Vec<Allocation> = (0..4).map(|_| job.allocate(0, 4)).collect();
     assert_eq!(device.calls().of(Call::Record), records + 1, "no further event is recorded");
     pieces.into_iter().for_each(|piece| job.free(piece));
-    job.allocator.trim_all().expect("no faults");
+    job.allocator.trim_all().expect("no fault should be injected");
 }
 
 /// Programs with large blocks in a pool that stitches: decisions match the oracle's, on ranks with different addresses, timing and locks.
@@ -424,7 +431,8 @@ fn generated_programs_are_stitched_alike_everywhere() {
         let calls = std::cell::Cell::new(0);
         let count = |call| calls.set(calls.get() + u64::from(matches!(call, DeviceCall::Alias { .. })));
         let hooked = Hooked { inner: scenario.device(seed), hook: count };
-        let allocator: Allocator<_> = Allocator::new(&hooked, scenario.config.clone()).expect("valid");
+        let allocator: Allocator<_> =
+            Allocator::new(&hooked, scenario.config.clone()).expect("the arguments should be valid");
         let mut run = symmalloc_harness::run::Run::new(&allocator, &scenario);
         for index in 0..scenario.program.ops().len() {
             let before = calls.get();
@@ -452,16 +460,16 @@ fn generated_programs_are_stitched_alike_everywhere() {
 #[test]
 fn a_recorded_job_with_tensors_of_gigabytes_reserves_what_is_live() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("traces/gnn_sampled.trace.zst");
-    let recording = read_path(&path, &ReadOptions::default()).expect("a trace");
-    let program = Program::new(&recording.records).expect("consistent");
+    let recording = read_path(&path, &ReadOptions::default()).expect("the trace should be readable");
+    let program = Program::new(&recording.records).expect("the records should be consistent");
     for (settings, least, most) in [
         ("streams:shared", 0.65, 0.75),
         ("stitching_granule_mb:2,stitching_aliases:1000000", 0.99, 1.0),
         ("stitching:true", 0.98, 1.0),
     ] {
-        let config: Config = settings.parse().expect("valid");
-        let allocator: Allocator<_> =
-            Allocator::new(SimBackend::builder().memory_bytes(1 << 50).build(), config).expect("valid");
+        let config: Config = settings.parse().expect("the text should be valid");
+        let allocator: Allocator<_> = Allocator::new(SimBackend::builder().memory_bytes(1 << 50).build(), config)
+            .expect("the arguments should be valid");
         // Ignore the recorded settings of the default pool.
         let ops = || program.ops().iter().filter(|op| !matches!(op, Op::CreatePool { pool: PoolId::DEFAULT, .. }));
         let mut maps = Vec::new();
@@ -469,9 +477,9 @@ fn a_recorded_job_with_tensors_of_gigabytes_reserves_what_is_live() {
             let before = allocator.backend().calls().of(Call::Map);
             let mut replay = Replay::new(&allocator, &program);
             for op in ops() {
-                replay.step(op).expect("memory is available");
+                replay.step(op).expect("memory should suffice");
             }
-            replay.free_all().expect("live");
+            replay.free_all().expect("it should be live");
             maps.push(allocator.backend().calls().of(Call::Map) - before);
         }
         assert_eq!(maps[2..], [0, 0], "{settings}: {maps:?}");
@@ -498,9 +506,9 @@ fn a_trim_of_an_observed_pool_keeps_the_segments_that_stitched_ranges_name() {
                     5..8 if !live.is_empty() => job.free(live.swap_remove(random.below(live.len() as u64) as usize)),
                     8 => {
                         observer = match observer {
-                            None => Some(job.allocator.observe(POOL).expect("the pool exists").0),
+                            None => Some(job.allocator.observe(POOL).expect("the pool should exist").0),
                             Some(observer) => {
-                                job.allocator.forget(observer).expect("no faults");
+                                job.allocator.forget(observer).expect("no fault should be injected");
                                 None
                             }
                         }
@@ -511,7 +519,7 @@ fn a_trim_of_an_observed_pool_keeps_the_segments_that_stitched_ranges_name() {
                             segments.filter(|segment| segment.mapped_bytes > 0).map(|segment| segment.segment).collect()
                         };
                         let before = backed();
-                        job.allocator.trim_all().expect("no faults");
+                        job.allocator.trim_all().expect("no fault should be injected");
                         // Ranges without allocations end first.
                         if observer.is_some() && !job.stitched().is_empty() {
                             assert_eq!(backed(), before, "seed {seed}: observed segments");
@@ -523,9 +531,9 @@ fn a_trim_of_an_observed_pool_keeps_the_segments_that_stitched_ranges_name() {
             }
             live.into_iter().for_each(|block| job.free(block));
             if let Some(observer) = observer {
-                job.allocator.forget(observer).expect("no faults");
+                job.allocator.forget(observer).expect("no fault should be injected");
             }
-            job.allocator.trim_all().expect("no faults");
+            job.allocator.trim_all().expect("no fault should be injected");
             assert_eq!((job.reserved_mib(), device.mapped_bytes()), (0, 0), "seed {seed}");
         }
         assert!(device.leaks().is_empty(), "seed {seed}: {}", device.leaks());

@@ -16,17 +16,18 @@ const POOL: PoolId = PoolId::DEFAULT;
 const S0: StreamId = StreamId(0);
 
 fn fixed() -> Config {
-    let pool = PoolConfig::builder().fixed().build().expect("valid");
-    Config::builder().default_pool(pool).build().expect("valid")
+    let pool = PoolConfig::builder().fixed().build().expect("the configuration should be valid");
+    Config::builder().default_pool(pool).build().expect("the configuration should be valid")
 }
 
 /// Each allocator has an allocation with the same placement, so that only the owner distinguishes the handles.
 #[test]
 fn a_handle_is_rejected_by_every_later_allocator() {
     let made = || {
-        let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("valid");
+        let allocator: Allocator<_> =
+            Allocator::new(SimBackend::builder().build(), Config::default()).expect("the arguments should be valid");
         allocator.register_stream().expect("a stream id is available");
-        let made = allocator.allocate(POOL, S0, 512).expect("memory");
+        let made = allocator.allocate(POOL, S0, 512).expect("memory should suffice");
         (allocator, made)
     };
     let (first, of_first) = made();
@@ -35,26 +36,26 @@ fn a_handle_is_rejected_by_every_later_allocator() {
         assert!(allocator.free(of_first.handle).is_err(), "allocator {number} freed an allocation of the first one");
         assert!(allocator.record_use(of_first.handle, S0).is_err(), "allocator {number}");
         assert!(allocator.allocation(of_first.handle).is_err(), "allocator {number}");
-        allocator.free(own.handle).expect("live");
+        allocator.free(own.handle).expect("the allocation should be live");
     }
-    first.free(of_first.handle).expect("live");
+    first.free(of_first.handle).expect("the allocation should be live");
 }
 
 /// Creates a dead segment and an observer that has not read its death.
 fn dead_segment(allocator: &Allocator<&SimBackend>) {
     allocator.register_stream().expect("a stream id is available");
-    let made = allocator.allocate(POOL, S0, 30 * MIB).expect("memory");
-    allocator.free(made.handle).expect("live");
+    let made = allocator.allocate(POOL, S0, 30 * MIB).expect("memory should suffice");
+    allocator.free(made.handle).expect("the allocation should be live");
 }
 
 #[test]
 fn an_observer_cannot_acknowledge_events_read_by_another() {
     let device = SimBackend::builder().build();
-    let allocator: Allocator<_> = Allocator::new(&device, fixed()).expect("valid");
+    let allocator: Allocator<_> = Allocator::new(&device, fixed()).expect("the arguments should be valid");
     dead_segment(&allocator);
-    let (one, _) = allocator.observe(POOL).expect("it exists");
-    let (other, _) = allocator.observe(POOL).expect("it exists");
-    allocator.trim_all().expect("no faults");
+    let (one, _) = allocator.observe(POOL).expect("the pool should exist");
+    let (other, _) = allocator.observe(POOL).expect("the pool should exist");
+    allocator.trim_all().expect("no fault should be injected");
     let read = allocator.unread(one);
     assert!(allocator.acknowledge(other, &read).is_err(), "the other one has read nothing");
     assert_eq!(allocator.acknowledge(one, &read), Ok(0), "the other one has not acknowledged");
@@ -65,11 +66,12 @@ fn an_observer_cannot_acknowledge_events_read_by_another() {
 #[test]
 fn events_of_one_allocator_cannot_be_acknowledged_at_another() {
     let devices = [(); 2].map(|()| SimBackend::builder().build());
-    let [one, other] = devices.each_ref().map(|device| Allocator::new(device, fixed()).expect("valid"));
+    let [one, other] =
+        devices.each_ref().map(|device| Allocator::new(device, fixed()).expect("the arguments should be valid"));
     let observers = [&one, &other].map(|allocator| {
         dead_segment(allocator);
-        let (observer, _) = allocator.observe(POOL).expect("it exists");
-        allocator.trim_all().expect("no faults");
+        let (observer, _) = allocator.observe(POOL).expect("the pool should exist");
+        allocator.trim_all().expect("no fault should be injected");
         observer
     });
     assert!(other.acknowledge(observers[1], &one.unread(observers[0])).is_err(), "read elsewhere");
@@ -97,8 +99,9 @@ impl Sink for Panicking {
 
 #[test]
 fn a_recording_whose_sink_panicked_is_not_whole() {
-    let allocator = SharedAllocator::new(SimBackend::builder().build(), Config::default()).expect("valid");
-    allocator.start_recording(Panicking { room: 4 }).expect("nothing was allocated");
+    let allocator =
+        SharedAllocator::new(SimBackend::builder().build(), Config::default()).expect("the arguments should be valid");
+    allocator.start_recording(Panicking { room: 4 }).expect("nothing should have been allocated");
     allocator.register_stream().expect("a stream id is available");
     let mut panics = 0;
     for _ in 0..6 {
@@ -107,7 +110,7 @@ fn a_recording_whose_sink_panicked_is_not_whole() {
     assert!(panics >= 1, "the program sees the panic");
     let stopped = allocator.stop_recording();
     assert!(stopped.is_err(), "{stopped:?}, though ops are missing");
-    allocator.check().expect("consistent");
+    allocator.check().expect("the invariants should hold");
     let _live = allocator.allocate(POOL, S0, MIB).expect("the allocator continues");
 }
 
@@ -115,9 +118,15 @@ fn a_panic_in_a_call_leaves_no_charge(panics_in: fn(DeviceCall) -> bool) {
     let device = SimBackend::builder().build();
     let is_armed = AtomicBool::new(true);
     let hook = |call| assert!(!panics_in(call) || !is_armed.swap(false, Ordering::Relaxed), "this backend panics once");
-    let pool = PoolConfig::builder().fixed().limit_bytes(Some(20 * MIB)).build().expect("valid");
-    let config = Config::builder().default_pool(pool).total_limit_bytes(Some(20 * MIB)).build().expect("valid");
-    let allocator = SharedAllocator::new(Hooked { inner: &device, hook }, config).expect("valid");
+    let pool =
+        PoolConfig::builder().fixed().limit_bytes(Some(20 * MIB)).build().expect("the configuration should be valid");
+    let config = Config::builder()
+        .default_pool(pool)
+        .total_limit_bytes(Some(20 * MIB))
+        .build()
+        .expect("the configuration should be valid");
+    let allocator =
+        SharedAllocator::new(Hooked { inner: &device, hook }, config).expect("the arguments should be valid");
     allocator.register_stream().expect("a stream id is available");
     catch_unwind(AssertUnwindSafe(|| allocator.allocate(POOL, S0, 5 * MIB))).expect_err("the backend panicked");
     let stats = allocator.stats();
@@ -126,16 +135,17 @@ fn a_panic_in_a_call_leaves_no_charge(panics_in: fn(DeviceCall) -> bool) {
         (0, 0),
         "the failed call stays charged"
     );
-    allocator.check().expect("consistent");
+    allocator.check().expect("the invariants should hold");
     let _live = allocator.allocate(POOL, S0, 5 * MIB).expect("the whole limit is available");
-    let layout = allocator.save_layout(POOL).expect("nothing is retired");
+    let layout = allocator.save_layout(POOL).expect("no segment should be retired");
     is_armed.store(true, Ordering::Relaxed);
-    let again = SharedAllocator::new(Hooked { inner: &device, hook }, allocator.config().clone()).expect("valid");
+    let again = SharedAllocator::new(Hooked { inner: &device, hook }, allocator.config().clone())
+        .expect("the arguments should be valid");
     again.register_stream().expect("a stream id is available");
     catch_unwind(AssertUnwindSafe(|| again.restore_layout(POOL, &layout))).expect_err("the backend panicked");
     assert_eq!(again.stats().reserved_bytes.current, 0, "the failed call stays charged");
     again.restore_layout(POOL, &layout).expect("the whole limit is available");
-    again.check().expect("consistent");
+    again.check().expect("the invariants should hold");
 }
 
 #[test]
@@ -157,16 +167,18 @@ fn a_panic_in_record_leaves_the_allocation_live() {
         let panics = matches!(call, DeviceCall::Record { .. }) && is_armed.swap(false, Ordering::Relaxed);
         assert!(!panics, "this backend panics once");
     };
-    let config = Config::builder().pointer_lookup(PointerLookup::Exact).build().expect("valid");
-    let allocator = SharedAllocator::new(Hooked { inner: &device, hook }, config).expect("valid");
+    let config =
+        Config::builder().pointer_lookup(PointerLookup::Exact).build().expect("the configuration should be valid");
+    let allocator =
+        SharedAllocator::new(Hooked { inner: &device, hook }, config).expect("the arguments should be valid");
     let streams = [(); 2].map(|()| allocator.register_stream().expect("a stream id is available"));
-    let made = allocator.allocate(POOL, streams[0], MIB).expect("fits");
-    allocator.record_use(made.handle, streams[1]).expect("live");
+    let made = allocator.allocate(POOL, streams[0], MIB).expect("the allocation should fit");
+    allocator.record_use(made.handle, streams[1]).expect("the allocation should be live");
     catch_unwind(AssertUnwindSafe(|| allocator.free_at(made.address))).expect_err("the backend panicked");
-    allocator.check().expect("consistent");
+    allocator.check().expect("the invariants should hold");
     assert_eq!(allocator.handle_at(made.address), Ok(made.handle));
     assert_eq!(allocator.free_at(made.address), Ok(MIB));
-    allocator.check().expect("consistent");
+    allocator.check().expect("the invariants should hold");
 }
 
 /// A backend that returns a forged range from one call of `reserve`.
@@ -232,19 +244,19 @@ fn invalid_range_is_refused(lie: fn(&Range, u64) -> Range) {
     let device = SimBackend::builder().build();
     {
         let lying = Lying { device: &device, at: 1, calls: AtomicU64::new(0), lie, first: AtomicU64::new(0) };
-        let allocator: Allocator<_> = Allocator::new(lying, fixed()).expect("valid");
+        let allocator: Allocator<_> = Allocator::new(lying, fixed()).expect("the arguments should be valid");
         allocator.register_stream().expect("a stream id is available");
-        let kept = allocator.allocate(POOL, S0, 20 * MIB).expect("memory");
+        let kept = allocator.allocate(POOL, S0, 20 * MIB).expect("memory should suffice");
         let before = (allocator.snapshot(), allocator.stats().reserved_bytes.current, device.mapped_bytes());
         let refused = allocator.allocate(POOL, S0, 30 * MIB);
         assert!(refused.is_err(), "{refused:?}");
-        allocator.check().expect("consistent");
+        allocator.check().expect("the invariants should hold");
         assert_eq!((allocator.snapshot(), allocator.stats().reserved_bytes.current, device.mapped_bytes()), before);
         let Allocation { handle, .. } =
             allocator.allocate(POOL, S0, 30 * MIB).expect("the backend returns valid ranges again");
-        allocator.free(handle).expect("live");
-        allocator.free(kept.handle).expect("live");
-        allocator.trim_all().expect("no faults");
+        allocator.free(handle).expect("the allocation should be live");
+        allocator.free(kept.handle).expect("the allocation should be live");
+        allocator.trim_all().expect("no fault should be injected");
         assert_eq!(allocator.stats().reserved_bytes.current, 0);
     }
     assert!(device.leaks().is_empty(), "{}", device.leaks());
@@ -288,13 +300,14 @@ fn a_range_that_wraps_around_is_refused() {
 /// Returns the resident memory of this process, in bytes.
 fn resident_bytes() -> u64 {
     let text = std::fs::read_to_string("/proc/self/statm").expect("Linux provides it");
-    let pages: u64 = text.split_whitespace().nth(1).and_then(|pages| pages.parse().ok()).expect("a number");
+    let pages: u64 =
+        text.split_whitespace().nth(1).and_then(|pages| pages.parse().ok()).expect("it should be a number");
     pages * 4096
 }
 
 /// Creates records of streams that each take the block of the preceding one, and wait for another one.
 fn streams_that_each_wait_once(streams: u16, on: fn(u16, u16) -> u16) -> Vec<Record> {
-    let pool = PoolConfig::builder().streams(StreamPolicy::Shared).build().expect("valid");
+    let pool = PoolConfig::builder().streams(StreamPolicy::Shared).build().expect("the configuration should be valid");
     let mut ops: Vec<Op> = (0..streams).map(|stream| Op::register(StreamId(stream))).collect();
     ops.push(Op::CreatePool { pool: PoolId(1), config: Box::new(pool) });
     for stream in 0..streams {
@@ -310,9 +323,10 @@ fn streams_that_each_wait_once(streams: u16, on: fn(u16, u16) -> u16) -> Vec<Rec
 fn waits_cost_little(streams: u16, on: fn(u16, u16) -> u16) {
     let (before, begun) = (resident_bytes(), std::time::Instant::now());
     let records = streams_that_each_wait_once(streams, on);
-    let program = Program::new(&records).expect("valid");
-    let allocator: Allocator<_> = Allocator::new(IdleBackend::default(), Config::default()).expect("valid");
-    Replay::new(&allocator, &program).run(|_, _| ()).expect("no limit");
+    let program = Program::new(&records).expect("the arguments should be valid");
+    let allocator: Allocator<_> =
+        Allocator::new(IdleBackend::default(), Config::default()).expect("the arguments should be valid");
+    Replay::new(&allocator, &program).run(|_, _| ()).expect("no limit should be reached");
     let taken_bytes = resident_bytes().saturating_sub(before);
     println!("{streams} streams: {taken_bytes} bytes, {:?}", begun.elapsed());
     assert!(

@@ -16,14 +16,15 @@ fn root() -> PathBuf {
 fn sources() -> Vec<(PathBuf, String)> {
     let mut files = Vec::new();
     let crates = fs::read_dir(root().join("crates")).expect("the crates");
-    let mut folders: Vec<PathBuf> = crates.map(|entry| entry.expect("readable").path().join("src")).collect();
+    let mut folders: Vec<PathBuf> =
+        crates.map(|entry| entry.expect("it should be readable").path().join("src")).collect();
     while let Some(folder) = folders.pop() {
         for entry in fs::read_dir(folder).into_iter().flatten() {
-            let path = entry.expect("readable").path();
+            let path = entry.expect("it should be readable").path();
             if path.is_dir() {
                 folders.push(path);
             } else if path.extension().is_some_and(|extension| extension == "rs") {
-                let text = fs::read_to_string(&path).expect("text");
+                let text = fs::read_to_string(&path).expect("the contents should be UTF-8");
                 files.push((path, text));
             }
         }
@@ -121,7 +122,7 @@ fn published() -> Vocabulary {
                     "None" => String::new(),
                     unit => unit.to_lowercase(),
                 };
-                let name = literal(name).expect("a name");
+                let name = literal(name).expect("it should have a name");
                 assert!(
                     vocabulary.insert(name.to_owned(), vec![kind.to_owned(), unit]).is_none(),
                     "{name} exists twice"

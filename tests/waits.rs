@@ -18,15 +18,15 @@ struct Rank {
 
 impl Rank {
     fn new(streams: StreamPolicy) -> Self {
-        let pool = PoolConfig::builder().streams(streams).build().expect("valid");
-        let config = Config::builder().default_pool(pool).build().expect("valid");
-        let allocator = Allocator::new(SimBackend::builder().build(), config).expect("valid");
+        let pool = PoolConfig::builder().streams(streams).build().expect("the configuration should be valid");
+        let config = Config::builder().default_pool(pool).build().expect("the configuration should be valid");
+        let allocator = Allocator::new(SimBackend::builder().build(), config).expect("the arguments should be valid");
         (0..4).for_each(|_| _ = allocator.register_stream().expect("a stream id is available"));
         Rank { allocator }
     }
 
     fn allocate(&self, stream: StreamId) -> Allocation {
-        let made = self.allocator.allocate(POOL, stream, MIB).expect("memory");
+        let made = self.allocator.allocate(POOL, stream, MIB).expect("memory should suffice");
         self.allocator.backend().submit(stream, made.address, made.size_bytes).expect("a wait is missing");
         made
     }
@@ -35,15 +35,15 @@ impl Rank {
     fn free_used_by(&self, made: &Allocation, owner: StreamId, user: StreamId) {
         self.waits_on_device(user, owner);
         self.allocator.backend().submit(user, made.address, made.size_bytes).expect("the stream waited for the owner");
-        self.allocator.record_use(made.handle, user).expect("live");
-        self.allocator.free(made.handle).expect("live");
+        self.allocator.record_use(made.handle, user).expect("the allocation should be live");
+        self.allocator.free(made.handle).expect("the allocation should be live");
     }
 
     /// Makes a stream wait on the device without notifying the allocator.
     fn waits_on_device(&self, stream: StreamId, on: StreamId) {
         let device = self.allocator.backend();
-        let event = device.record(on).expect("no faults");
-        device.wait(stream, event).expect("no faults");
+        let event = device.record(on).expect("no fault should be injected");
+        device.wait(stream, event).expect("no fault should be injected");
         device.recycle(event);
     }
 
@@ -75,7 +75,7 @@ fn a_block_used_by_another_stream_needs_exactly_one_wait() {
 #[test]
 fn the_remainder_of_a_block_needs_no_second_wait() {
     let rank = Rank::new(StreamPolicy::Shared);
-    let large = rank.allocator.allocate(POOL, S0, 2 * MIB).expect("memory");
+    let large = rank.allocator.allocate(POOL, S0, 2 * MIB).expect("memory should suffice");
     rank.free_used_by(&large, S0, S1);
     assert_eq!(rank.waits_to_allocate(S2), 2, "for the user and for the owner");
     assert_eq!(rank.waits_to_allocate(S2), 0);
@@ -125,8 +125,8 @@ fn a_host_wait_covers_the_earlier_waits_of_its_stream() {
     let made = rank.allocate(S0);
     rank.free_used_by(&made, S0, S1);
     rank.waits(S2, S1);
-    rank.allocator.backend().synchronize(S2).expect("no faults");
-    rank.allocator.note_synchronized(S2).expect("it exists");
+    rank.allocator.backend().synchronize(S2).expect("no fault should be injected");
+    rank.allocator.note_synchronized(S2).expect("the stream should exist");
     assert_eq!(rank.waits_to_allocate(S0), 0);
 }
 
@@ -140,10 +140,10 @@ fn a_wait_by_the_allocator_covers_the_earlier_waits_of_the_other_stream() {
     let owned = rank.allocate(S1);
     rank.free_used_by(&used, S0, S2);
     rank.waits(S1, S2);
-    rank.allocator.free(owned.handle).expect("live");
+    rank.allocator.free(owned.handle).expect("the allocation should be live");
     let stream = StreamId(3);
     let before = rank.allocator.backend().calls().of(Call::Wait);
-    let large = rank.allocator.allocate(POOL, stream, 2 * MIB).expect("memory");
+    let large = rank.allocator.allocate(POOL, stream, 2 * MIB).expect("memory should suffice");
     assert_eq!(large.placement, owned.placement);
     assert_eq!(rank.allocator.backend().calls().of(Call::Wait) - before, 1, "for the block's owner");
     assert_eq!(rank.waits_to_allocate(stream), 1, "for the block's owner, and not for its user");

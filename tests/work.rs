@@ -17,7 +17,8 @@ const S0: StreamId = StreamId(0);
 /// Returns an allocator with a stream, on a device without kernels.
 fn allocator(config: &str) -> Allocator<SimBackend> {
     let device = SimBackend::builder().memory_bytes(u64::MAX).without_kernels().build();
-    let allocator = Allocator::new(device, config.parse().expect("a valid configuration")).expect("a valid allocator");
+    let allocator =
+        Allocator::new(device, config.parse().expect("the configuration should be valid")).expect("a valid allocator");
     allocator.register_stream().expect("the first stream");
     allocator
 }
@@ -39,7 +40,7 @@ fn a_trim_does_not_visit_live_blocks() {
     let allocator = allocator("segments:expandable");
     let blocks: Vec<Handle> = (0..20_000).map(|_| allocate(&allocator, 512)).collect();
     for block in blocks.iter().step_by(2) {
-        allocator.free(*block).expect("live");
+        allocator.free(*block).expect("the allocation should be live");
     }
     allocator.trim_all().expect("the device does not fail");
     let units = work_of(|| allocator.trim_all());
@@ -53,7 +54,7 @@ fn revivals_in_any_order_find_their_blocks_with_little_work() {
     let allocator = allocator("segments:expandable");
     let blocks: Vec<Handle> = (0..2 * BLOCKS).map(|_| allocate(&allocator, 512)).collect();
     for block in blocks.iter().step_by(2) {
-        allocator.free(*block).expect("live");
+        allocator.free(*block).expect("the allocation should be live");
     }
     let units = work_of(|| {
         for number in 0..BLOCKS {
@@ -64,7 +65,7 @@ fn revivals_in_any_order_find_their_blocks_with_little_work() {
             let revived = allocator.replay().revive(POOL, S0, 512, place, None).expect("the gap is free");
             assert_eq!(revived.placement, placement);
             if number % 3 == 0 {
-                allocator.free(revived.handle).expect("live");
+                allocator.free(revived.handle).expect("the allocation should be live");
             }
         }
     });
@@ -80,8 +81,8 @@ fn revivals_after_splits_and_merges_are_placed_as_on_a_fresh_allocator() {
     for _ in 0..5000 {
         if live.len() > 64 || !live.is_empty() && random.below(3) == 0 {
             let at = random.below(live.len() as u64) as usize;
-            one.free(live.swap_remove(at)).expect("live");
-            other.free(others.swap_remove(at)).expect("live");
+            one.free(live.swap_remove(at)).expect("the allocation should be live");
+            other.free(others.swap_remove(at)).expect("the allocation should be live");
         } else if random.below(2) == 0 {
             let size_bytes = 512 * (1 + random.below(8));
             live.push(allocate(&one, size_bytes));
@@ -125,13 +126,17 @@ fn a_stitched_request_does_not_visit_the_granules_of_free_blocks() {
     let allocator = allocator("segments:expandable,range_mb:1048576,stitching_granule_mb:2,stitching_least_mb:4");
     let (large, stays) = (allocate(&allocator, 256 << 30), allocate(&allocator, 2 * MIB));
     let blocks: Vec<Handle> = (0..64).map(|_| allocate(&allocator, 2 * MIB)).collect();
-    blocks.iter().step_by(2).chain([&large]).for_each(|block| allocator.free(*block).expect("live"));
+    blocks
+        .iter()
+        .step_by(2)
+        .chain([&large])
+        .for_each(|block| allocator.free(*block).expect("the allocation should be live"));
     for _ in 0..4 {
         // The free blocks cannot serve it, so the heap looks for granules and grows.
         let units = work_of(|| allocate(&allocator, 300 << 30));
         assert!(units < 2000, "{units} units");
     }
-    allocator.free(stays).expect("live");
+    allocator.free(stays).expect("the allocation should be live");
 }
 
 /// Regression test: the device's clocks had an entry for each stream.
@@ -139,13 +144,13 @@ fn a_stitched_request_does_not_visit_the_granules_of_free_blocks() {
 fn a_device_without_kernels_orders_streams_in_constant_time() {
     let device = SimBackend::builder().without_kernels().build();
     for stream in (0..2000).map(StreamId) {
-        let event = device.record(stream).expect("no fault");
-        device.wait(StreamId(stream.0 + 1), event).expect("no fault");
+        let event = device.record(stream).expect("no fault should be injected");
+        device.wait(StreamId(stream.0 + 1), event).expect("no fault should be injected");
     }
     let units = work_of(|| {
-        let event = device.record(StreamId(2000)).expect("no fault");
-        device.wait(StreamId(0), event).expect("no fault");
-        device.synchronize(StreamId(0)).expect("no fault");
+        let event = device.record(StreamId(2000)).expect("no fault should be injected");
+        device.wait(StreamId(0), event).expect("no fault should be injected");
+        device.synchronize(StreamId(0)).expect("no fault should be injected");
     });
     assert!(units < 10, "{units} units");
 }
@@ -155,7 +160,7 @@ fn a_device_without_kernels_orders_streams_in_constant_time() {
 fn a_device_without_kernels_runs_none() {
     let device = SimBackend::builder().without_kernels().build();
     let range = device.reserve(2 * MIB).expect("there is space");
-    device.map(range, 0, 2 * MIB).expect("there is memory");
+    device.map(range, 0, 2 * MIB).expect("memory should suffice");
     let _panics = device.submit(S0, range.base, 512);
 }
 
@@ -229,7 +234,8 @@ fn a_program_that_takes_too_much_work_ends_with_an_error() {
 /// Returns the work that ops of a program do beyond [`work::WORK_PER_OP`] each, at most at any time.
 fn debt_max(program: &Program, config: &str) -> u64 {
     let allocator: Allocator<_> =
-        Allocator::new(IdleBackend::default(), config.parse().expect("a valid configuration")).expect("valid");
+        Allocator::new(IdleBackend::default(), config.parse().expect("the configuration should be valid"))
+            .expect("the arguments should be valid");
     let mut replay = Replay::new(&allocator, program).with_allowance(work::Allowance::of(u64::MAX));
     let (mut debt, mut most) = (0_u64, 0);
     for op in program.ops() {
@@ -269,7 +275,7 @@ fn sizes_beyond_a_segment_can_be_replayed() {
         for op in program.ops() {
             let _refused = replay.step(op);
         }
-        allocator.digest(POOL).expect("the pool exists")
+        allocator.digest(POOL).expect("the pool should exist")
     };
     let lines = ["a 1 SIZE s0", "reserve SIZE s0", "reclaim SIZE s0"].map(str::to_owned).into_iter();
     let refusals = ["limit", "segment", "driver"].map(|cause| format!("refuse SIZE s0 {cause}"));

@@ -120,15 +120,18 @@ fn workload_of(case: &str) -> Workload {
 fn allocator(streams: usize) -> CudaAllocator {
     let mut expandable = ExpandableSegments::default();
     expandable.range_bytes = (ADDRESS_BYTES / streams as u64) & !(expandable.growth_bytes - 1);
-    let pool = PoolConfig::builder().segments(SegmentPolicy::Expandable(expandable)).build().expect("valid");
-    let config = Config::builder().default_pool(pool).build().expect("valid");
-    let device = CudaDevice::new(0).expect("the stub has a device");
+    let pool = PoolConfig::builder()
+        .segments(SegmentPolicy::Expandable(expandable))
+        .build()
+        .expect("the configuration should be valid");
+    let config = Config::builder().default_pool(pool).build().expect("the configuration should be valid");
+    let device = CudaDevice::new(0).expect("the stub should have a device");
     let backend = CudaBackend::builder(&device).chunk_bytes(64 << 20).build().expect("virtual memory");
-    CudaAllocator::with_backend(backend, config).expect("a valid configuration")
+    CudaAllocator::with_backend(backend, config).expect("the configuration should be valid")
 }
 
 fn new_stream(allocator: &CudaAllocator) -> Arc<CudaStream> {
-    allocator.device().context().new_stream().expect("a stream")
+    allocator.device().context().new_stream().expect("the driver should create a stream")
 }
 
 /// A workload on buffers in steady state.
@@ -145,7 +148,7 @@ impl Buffers {
         let allocator = allocator(workload.streams().into());
         let streams: Vec<_> = (0..workload.streams()).map(|_| new_stream(&allocator)).collect();
         for stream in &streams {
-            allocator.register_stream(stream).expect("few streams");
+            allocator.register_stream(stream).expect("the program should register few streams");
         }
         let buffers = (0..workload.allocations()).map(|_| None).collect();
         let mut bench = Buffers { allocator, streams, workload, buffers };
@@ -161,7 +164,7 @@ impl Buffers {
                     let stream = &self.streams[stream.index()];
                     // SAFETY: nothing reads the bytes, and every bit pattern is a valid `u8`.
                     let buffer = unsafe { self.allocator.alloc::<u8>(stream, size_bytes as usize) };
-                    self.buffers[number as usize] = Some(buffer.expect("memory"));
+                    self.buffers[number as usize] = Some(buffer.expect("memory should suffice"));
                 }
                 Step::Free { number, .. } => self.buffers[number as usize] = None,
                 Step::RecordUse { number, stream } => {
@@ -264,7 +267,7 @@ fn nanoseconds_per_pair(threads: usize) -> f64 {
             nanoseconds(|| replace(THREAD_PAIRS)) / f64::from(THREAD_PAIRS)
         };
         let threads: Vec<_> = streams.iter().map(|stream| scope.spawn(move || work(stream))).collect();
-        threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+        threads.into_iter().map(|thread| thread.join().expect("the thread should not panic")).collect()
     });
     times.iter().sum::<f64>() / threads as f64
 }
@@ -273,13 +276,13 @@ fn nanoseconds_per_pair(threads: usize) -> f64 {
 fn live_blocks_table() {
     let count = 10_000_000;
     let allocator = ours(Segments::Expandable, StreamPolicy::Separate);
-    let stream = allocator.register_stream().expect("few streams");
+    let stream = allocator.register_stream().expect("the program should register few streams");
     let allocate =
         |size_bytes| allocator.allocate(PoolId::DEFAULT, stream, size_bytes).expect("memory is unlimited").handle;
     // Initialized to touch the pages, so that they do not count as new resident memory.
     let first = allocate(512);
     let mut handles: Vec<Handle> = vec![first; count];
-    allocator.free(first).expect("live");
+    allocator.free(first).expect("the allocation should be live");
     let before = resident_bytes();
     let allocating = nanoseconds(|| {
         for (number, handle) in handles.iter_mut().enumerate() {
@@ -287,7 +290,9 @@ fn live_blocks_table() {
         }
     });
     let host_bytes = (resident_bytes() - before) / count as f64;
-    let freeing = nanoseconds(|| handles.iter().for_each(|handle| allocator.free(*handle).expect("live")));
+    let freeing = nanoseconds(|| {
+        handles.iter().for_each(|handle| allocator.free(*handle).expect("the allocation should be live"))
+    });
     allocator.trim_all().expect("the device releases the memory");
     assert_eq!(allocator.stats().reserved_bytes.current, 0, "all memory is returned");
     let [allocating, freeing] = [allocating, freeing].map(|time| time / count as f64);
@@ -297,8 +302,8 @@ fn live_blocks_table() {
 
 /// Returns the resident memory of this process in bytes.
 fn resident_bytes() -> f64 {
-    let pages = fs::read_to_string("/proc/self/statm").expect("Linux");
-    let pages: f64 = pages.split(' ').nth(1).and_then(|pages| pages.parse().ok()).expect("a number");
+    let pages = fs::read_to_string("/proc/self/statm").expect("this test should run on Linux");
+    let pages: f64 = pages.split(' ').nth(1).and_then(|pages| pages.parse().ok()).expect("it should be a number");
     pages * 4096.0
 }
 
@@ -306,7 +311,7 @@ fn resident_bytes() -> f64 {
 fn buffer(allocator: &CudaAllocator, stream: &Arc<CudaStream>, random: u32) -> Option<DeviceBuffer<u8>> {
     let len = (1 + random as usize % 1024) * 512;
     // SAFETY: nothing reads the bytes, and every bit pattern is a valid `u8`.
-    Some(unsafe { allocator.alloc(stream, len) }.expect("memory"))
+    Some(unsafe { allocator.alloc(stream, len) }.expect("memory should suffice"))
 }
 
 /// Runs the measured work. Callgrind counts the instructions between entry and exit of this function.

@@ -114,7 +114,7 @@ impl Case {
     fn allocator(&self, settings: &str, chunk: Chunk) -> Allocator<Metered> {
         let text = format!("{settings},streams:{}", if self.is_shared() { "shared" } else { "separate" });
         let config: Config = text.parse().unwrap_or_else(|error| panic!("{text}: {error}"));
-        Allocator::new(Metered::new(chunk.size_bytes), config).expect("a valid granularity")
+        Allocator::new(Metered::new(chunk.size_bytes), config).expect("the granularity should be valid")
     }
 
     /// Runs the job `passes` times. Returns `None` if a limit refuses an allocation.
@@ -140,7 +140,7 @@ impl Case {
 
     /// Runs the job without a limit.
     fn freely(&self, settings: &str, passes: usize) -> Run {
-        self.carry_out(&self.allocator(settings, GRANULES), passes).expect("no limit")
+        self.carry_out(&self.allocator(settings, GRANULES), passes).expect("no limit should be reached")
     }
 
     /// Returns the smallest number of granules that is enough; `most` must be enough.
@@ -381,7 +381,7 @@ fn rest_table(cases: &[Case]) {
         let mut replay = Replay::new(&allocator, &case.program);
         let (mut reserved, mut rest) = (0, Rest::default());
         for op in case.program.ops() {
-            replay.step(op).expect("no limit");
+            replay.step(op).expect("no limit should be reached");
             let Op::Allocate { stream, .. } = *op else { continue };
             if allocator.backend().reserved_bytes() > reserved {
                 reserved = allocator.backend().reserved_bytes();

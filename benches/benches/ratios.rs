@@ -191,7 +191,7 @@ fn count_this(case: &str) {
         measured_part(&mut || bench.repeat());
     } else if let Some((name, count)) = case.split_once('/') {
         let sizes = if name == "of one size" { Sizes::One } else { Sizes::Spread };
-        let mut case = ManyFree::new(ours, count.parse().expect("a number"), sizes);
+        let mut case = ManyFree::new(ours, count.parse().expect("it should be a number"), sizes);
         measured_part(&mut || case.replace());
     } else {
         let mut bench = Bench::warm(ours, Workload::from(&jobs::program(case)));
@@ -210,7 +210,7 @@ fn count_this(case: &str) {
 fn step(bench: &mut Bench<Ours>) -> StepReport {
     bench.subject().begin_step(PoolId::DEFAULT, 0).expect("no step is open");
     bench.repeat();
-    bench.subject().end_step(PoolId::DEFAULT).expect("a step is open")
+    bench.subject().end_step(PoolId::DEFAULT).expect("a heap with an open step should have plans")
 }
 
 /// Returns the instructions of the measured part of a case on a kind of heap, or `None` without valgrind or with debug

@@ -76,7 +76,8 @@ struct Run {
 
 fn carry_out(text: &str, passes: &[Workload]) -> Run {
     let config: Config = text.parse().unwrap_or_else(|error| panic!("{text}: {error}"));
-    let allocator: Allocator<Metered> = Allocator::new(Metered::new(20 * MIB), config).expect("a valid granularity");
+    let allocator: Allocator<Metered> =
+        Allocator::new(Metered::new(20 * MIB), config).expect("the granularity should be valid");
     let streams = passes.iter().map(Workload::streams).max().unwrap_or(0);
     for _ in 0..streams {
         allocator.register_stream().expect("a stream id is available");
@@ -94,14 +95,18 @@ fn carry_out(text: &str, passes: &[Workload]) -> Run {
                     handles[number as usize] = Some(made.handle);
                 }
                 Step::Free { number, .. } => {
-                    allocator.free(handles[number as usize].expect("allocated")).expect("live");
+                    allocator
+                        .free(handles[number as usize].expect("the allocation should succeed"))
+                        .expect("the allocation should be live");
                 }
                 Step::RecordUse { number, stream } => {
-                    allocator.record_use(handles[number as usize].expect("allocated"), stream).expect("live");
+                    allocator
+                        .record_use(handles[number as usize].expect("the allocation should succeed"), stream)
+                        .expect("the allocation should be live");
                 }
             }
         }
-        allocator.check().expect("consistent");
+        allocator.check().expect("the invariants should hold");
         run.peaks.push(allocator.stats().reserved_bytes.peak);
         run.aliases.push(allocator.backend().asked().since(before).aliases);
     }

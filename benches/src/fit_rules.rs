@@ -82,7 +82,8 @@ impl FitRule {
                     placed[number as usize] = Some(Placed { range, offset, size });
                 }
                 Step::Free { number, .. } => {
-                    let Placed { range, offset, size } = placed[number as usize].take().expect("allocated before");
+                    let Placed { range, offset, size } =
+                        placed[number as usize].take().expect("the allocation should have been made before");
                     touched += ranges[range].touch(offset, size, -1);
                     ranges[range].free(offset, size);
                 }

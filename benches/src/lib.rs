@@ -84,15 +84,18 @@ pub fn ours_recorded() -> Ours {
     let name = format!("symmalloc-{}-{}.trace.zst", std::process::id(), FILES.fetch_add(1, Ordering::Relaxed));
     let path = std::env::temp_dir().join(name);
     let file = TraceFile::create(&path, TraceFileOptions::default()).expect("a folder for temporary files");
-    std::fs::remove_file(&path).expect("the file exists");
+    std::fs::remove_file(&path).expect("the file should exist");
     let allocator = ours(Segments::Expandable, StreamPolicy::Separate);
-    allocator.start_recording(file).expect("nothing was allocated");
+    allocator.start_recording(file).expect("nothing should have been allocated");
     allocator
 }
 
 fn ours_with(default_pool: PoolConfigBuilder) -> Ours {
-    let config = Config::builder().default_pool(default_pool.build().expect("valid")).build().expect("valid");
-    Allocator::new(IdleBackend::default(), config).expect("a valid granularity")
+    let config = Config::builder()
+        .default_pool(default_pool.build().expect("the configuration should be valid"))
+        .build()
+        .expect("the configuration should be valid");
+    Allocator::new(IdleBackend::default(), config).expect("the granularity should be valid")
 }
 
 /// Creates the reference allocator, with a heap per stream.

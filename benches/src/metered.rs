@@ -170,7 +170,7 @@ impl Backend for Metered {
         let (range, offset_bytes) = at;
         add(&self.mapped_bytes, size_bytes);
         let mut ranges = self.ranges.borrow_mut();
-        let chunks = ranges.get_mut(&range.base.0).expect("reserved before");
+        let chunks = ranges.get_mut(&range.base.0).expect("the range should have been reserved before");
         let part = self.granules(offset_bytes, size_bytes);
         // Mapping a whole range creates one chunk.
         let most = if size_bytes == range.size_bytes { size_bytes } else { piece_bytes };
@@ -193,7 +193,7 @@ impl Backend for Metered {
     fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
         self.device.unmap(range, offset_bytes, size_bytes)?;
         let mut ranges = self.ranges.borrow_mut();
-        let chunks = ranges.get_mut(&range.base.0).expect("reserved before");
+        let chunks = ranges.get_mut(&range.base.0).expect("the range should have been reserved before");
         if chunks.chunks.is_empty() {
             // Only aliases were ever mapped here.
             return Ok(());
@@ -276,7 +276,7 @@ impl Chunks {
     fn unmap(&mut self, part: std::ops::Range<usize>) -> Vec<usize> {
         let mut given_back = Vec::new();
         for at in part {
-            let chunk = &mut self.chunks[self.backing[at].expect("mapped")];
+            let chunk = &mut self.chunks[self.backing[at].expect("the mapping should succeed")];
             chunk.mapped -= 1;
             if chunk.mapped == 0 {
                 given_back.push(chunk.granules.len());
@@ -297,19 +297,19 @@ mod tests {
     fn a_chunk_is_released_when_all_of_it_is_unmapped() {
         let device = Metered::new(8 * MIB);
         let range = device.reserve(64 * MIB).expect("addresses");
-        device.map(range, 0, 12 * MIB).expect("memory");
+        device.map(range, 0, 12 * MIB).expect("memory should suffice");
         assert_eq!((device.asked().chunks_made, device.held_bytes_peak()), (2, 12 * MIB));
-        device.unmap(range, 2 * MIB, 6 * MIB).expect("mapped");
+        device.unmap(range, 2 * MIB, 6 * MIB).expect("the memory should be mapped");
         assert_eq!(device.asked().chunks_given_back, 0);
-        device.map(range, 12 * MIB, 2 * MIB).expect("memory");
+        device.map(range, 12 * MIB, 2 * MIB).expect("memory should suffice");
         // 8 MiB are mapped, and 6 are idle.
         assert_eq!((device.reserved_bytes(), device.held_bytes_peak()), (8 * MIB, 14 * MIB));
-        device.map(range, 4 * MIB, 2 * MIB).expect("idle");
+        device.map(range, 4 * MIB, 2 * MIB).expect("it should be idle");
         assert_eq!(device.asked().chunks_made, 3);
-        device.unmap(range, 4 * MIB, 2 * MIB).expect("mapped");
-        device.unmap(range, 0, 2 * MIB).expect("mapped");
+        device.unmap(range, 4 * MIB, 2 * MIB).expect("the memory should be mapped");
+        device.unmap(range, 0, 2 * MIB).expect("the memory should be mapped");
         assert_eq!(device.asked().chunks_given_back, 1);
-        device.map(range, 0, 8 * MIB).expect("memory");
+        device.map(range, 0, 8 * MIB).expect("memory should suffice");
         assert_eq!((device.asked().chunks_made, device.held_bytes_peak()), (4, 14 * MIB));
     }
 }

@@ -69,7 +69,8 @@ pub fn move_by_need(
                         placed[number as usize] = Some(Placed { range, offset, size });
                     }
                     Step::Free { number, .. } => {
-                        let Placed { range, offset, size } = placed[number as usize].take().expect("allocated before");
+                        let Placed { range, offset, size } =
+                            placed[number as usize].take().expect("the allocation should have been made before");
                         ranges[range].touch(offset, size, -1);
                         ranges[range].free(offset, size);
                     }

@@ -195,7 +195,7 @@ impl<B: Backend> Reference<B> {
         self.reserved_bytes += growth;
         let pointer = range.base.0 + end;
         self.add_block(pointer, growth, index, end, Some(last), stream);
-        self.blocks.get_mut(&last).expect("linked").next = Some(pointer);
+        self.blocks.get_mut(&last).expect("the entry should be linked").next = Some(pointer);
         self.segments[index].last = pointer;
         self.segments[index].end += growth;
         self.put_back(pointer)
@@ -219,8 +219,8 @@ impl<B: Backend> Reference<B> {
     }
 
     fn merge(&mut self, lower: u64, upper: u64) {
-        let gone = self.blocks.remove(&upper).expect("linked");
-        let kept = self.blocks.get_mut(&lower).expect("linked");
+        let gone = self.blocks.remove(&upper).expect("the entry should be linked");
+        let kept = self.blocks.get_mut(&lower).expect("the entry should be linked");
         kept.size += gone.size;
         kept.next = gone.next;
         for fence in gone.fences {
@@ -236,12 +236,12 @@ impl<B: Backend> Reference<B> {
         }
         match gone.next {
             None => self.segments[gone.segment].last = lower,
-            Some(next) => self.blocks.get_mut(&next).expect("linked").prev = Some(lower),
+            Some(next) => self.blocks.get_mut(&next).expect("the entry should be linked").prev = Some(lower),
         }
     }
 
     fn split(&mut self, pointer: u64, size: u64) {
-        let block = self.blocks.get_mut(&pointer).expect("taken");
+        let block = self.blocks.get_mut(&pointer).expect("it should be taken");
         let rest = Block {
             size: block.size - size,
             segment: block.segment,
@@ -258,7 +258,7 @@ impl<B: Backend> Reference<B> {
         block.size = size;
         match next {
             None => self.segments[rest.segment].last = upper,
-            Some(next) => self.blocks.get_mut(&next).expect("linked").prev = Some(upper),
+            Some(next) => self.blocks.get_mut(&next).expect("the entry should be linked").prev = Some(upper),
         }
         self.blocks.insert(upper, rest);
         self.insert_free(upper);
@@ -291,7 +291,7 @@ impl<B: Backend> Subject for Reference<B> {
         if splits {
             self.split(pointer, size);
         }
-        let block = self.blocks.get_mut(&pointer).expect("taken");
+        let block = self.blocks.get_mut(&pointer).expect("it should be taken");
         block.is_free = false;
         for fence in block.fences.drain(..) {
             self.backend.wait(stream, *fence.event).expect("a wait");
@@ -301,7 +301,7 @@ impl<B: Backend> Subject for Reference<B> {
     }
 
     fn free(&mut self, _: StreamId, pointer: u64) {
-        let block = self.blocks.get_mut(&pointer).expect("live");
+        let block = self.blocks.get_mut(&pointer).expect("it should be live");
         block.is_free = true;
         for stream in std::mem::take(&mut block.used_by) {
             let event = Rc::new(self.backend.record(stream).expect("an event"));
@@ -312,7 +312,7 @@ impl<B: Backend> Subject for Reference<B> {
     }
 
     fn record_use(&mut self, pointer: u64, stream: StreamId) {
-        let block = self.blocks.get_mut(&pointer).expect("live");
+        let block = self.blocks.get_mut(&pointer).expect("it should be live");
         if stream != block.stream && !block.used_by.contains(&stream) {
             block.used_by.push(stream);
         }

@@ -236,10 +236,16 @@ impl<S: Subject> Bench<S> {
                     self.handles[number as usize] = Some(handle);
                 }
                 Step::Free { number, stream } => {
-                    self.subject.free(stream, self.handles[number as usize].expect("allocated before"));
+                    self.subject.free(
+                        stream,
+                        self.handles[number as usize].expect("the allocation should have been made before"),
+                    );
                 }
                 Step::RecordUse { number, stream } => {
-                    self.subject.record_use(self.handles[number as usize].expect("allocated before"), stream);
+                    self.subject.record_use(
+                        self.handles[number as usize].expect("the allocation should have been made before"),
+                        stream,
+                    );
                 }
             }
         }
@@ -283,11 +289,11 @@ impl<B: Backend> Subject for Allocator<B> {
 
     #[inline]
     fn record_use(&mut self, handle: Handle, stream: StreamId) {
-        Allocator::record_use(self, handle, stream).expect("live");
+        Allocator::record_use(self, handle, stream).expect("the allocation should be live");
     }
 
     fn placement(&self, handle: Handle) -> Placement {
-        self.allocation(handle).expect("live").placement
+        self.allocation(handle).expect("the allocation should be live").placement
     }
 
     fn reserved_bytes(&self) -> u64 {

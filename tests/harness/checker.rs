@@ -85,8 +85,8 @@ pub fn decisions_through<B: Backend, L: Lock>(
     let _report = PrintOnPanic(scenario);
     let mut decisions = Decisions::default();
     {
-        let allocator =
-            generic::Allocator::<_, L>::with_lock(backend, scenario.config.clone()).expect("a valid granularity");
+        let allocator = generic::Allocator::<_, L>::with_lock(backend, scenario.config.clone())
+            .expect("the granularity should be valid");
         let mut run = Run::new(&allocator, scenario);
         let mut work = DeviceWork::new(device);
         for (index, op) in scenario.program.ops().iter().enumerate() {

@@ -93,7 +93,12 @@ impl Scenario {
     pub fn new(config: Config, granularity_bytes: u64, ops: impl IntoIterator<Item = (Op, Access)>) -> Self {
         let (records, access): (Vec<Record>, _) =
             ops.into_iter().map(|(op, access)| (Record::from(op), access)).unzip();
-        Scenario { config, granularity_bytes, program: Program::new(&records).expect("valid"), access }
+        Scenario {
+            config,
+            granularity_bytes,
+            program: Program::new(&records).expect("the arguments should be valid"),
+            access,
+        }
     }
 
     /// Returns the ops with their access.
@@ -107,8 +112,14 @@ impl Scenario {
     /// Never panics: a policy without stitching is valid.
     #[must_use]
     pub fn with_layouts(self) -> Self {
-        let plain = |pool: &PoolConfig| pool.to_builder().stitching(None).build().expect("valid");
-        let config = self.config.to_builder().default_pool(plain(self.config.default_pool())).build().expect("valid");
+        let plain =
+            |pool: &PoolConfig| pool.to_builder().stitching(None).build().expect("the configuration should be valid");
+        let config = self
+            .config
+            .to_builder()
+            .default_pool(plain(self.config.default_pool()))
+            .build()
+            .expect("the configuration should be valid");
         let ops = self.ops().filter_map(|(op, access)| match op {
             Op::CreatePool { pool, config } => {
                 Some((Op::CreatePool { pool, config: Box::new(plain(&config)) }, access))
@@ -153,14 +164,14 @@ impl Scenario {
         let limit = tape.pick(&[None, None, None, Some(40 * MIB), Some(90 * MIB), Some(65 * MIB + 1)]);
         let default_pool = pool_config(&mut tape);
         let config = Config::builder().default_pool(default_pool).total_limit_bytes(limit).pointer_lookup(lookup);
-        let config = config.build().expect("valid");
+        let config = config.build().expect("the configuration should be valid");
         let mut writer = Writer::new(streams, groups);
         while !tape.is_empty() && writer.records.len() < OPS_MAX {
             let mut op = [0; OP_BYTES];
             op.fill_with(|| tape.byte());
             writer.write(op);
         }
-        let program = Program::new(&writer.records).expect("valid");
+        let program = Program::new(&writer.records).expect("the arguments should be valid");
         Scenario { config, granularity_bytes, program, access: writer.access }
     }
 
@@ -171,9 +182,9 @@ impl Scenario {
     pub fn trace(&self) -> String {
         let mut trace = TraceWriter::new(Vec::new(), Some(&self.config)).expect("writing to memory cannot fail");
         for op in self.program.ops() {
-            trace.write(&op.clone().into()).expect("valid");
+            trace.write(&op.clone().into()).expect("the input should be valid");
         }
-        String::from_utf8(trace.finish().expect("writing to memory cannot fail")).expect("text")
+        String::from_utf8(trace.finish().expect("writing to memory cannot fail")).expect("the contents should be UTF-8")
     }
 
     /// Returns a scenario of `ops` ops, which `seed` determines permanently.
@@ -301,7 +312,7 @@ fn pool_config(tape: &mut Tape<'_>) -> PoolConfig {
         .release_threshold_bytes(has_threshold.then_some(24 * MIB))
         .roundup_power2_divisions(RoundupPower2Divisions::uniform(divisions).expect("a power of two"))
         .build()
-        .expect("valid")
+        .expect("the configuration should be valid")
 }
 
 /// Returns small bounds, so that a short program reaches them.

@@ -89,8 +89,14 @@ impl SymmetricProgram {
     /// # Panics
     /// Panics if a configuration without a threshold is invalid, which never happens.
     pub fn new<'a>(config: &Config, records: impl IntoIterator<Item = &'a Record>) -> Self {
-        let symmetric = |pool: &PoolConfig| pool.to_builder().stitching(None).symmetric(true).build().expect("valid");
-        let config = config.to_builder().default_pool(symmetric(config.default_pool())).build().expect("valid");
+        let symmetric = |pool: &PoolConfig| {
+            pool.to_builder().stitching(None).symmetric(true).build().expect("the configuration should be valid")
+        };
+        let config = config
+            .to_builder()
+            .default_pool(symmetric(config.default_pool()))
+            .build()
+            .expect("the configuration should be valid");
         let mut program = SymmetricProgram {
             pools: BTreeMap::from([(PoolId::DEFAULT, config.default_pool().clone())]),
             config,
@@ -303,7 +309,12 @@ impl SymmetricProgram {
         if random.below(6) == 0 {
             let limit = self.config.total_limit_bytes().map_or(70_000 * MIB, |limit| limit + MIB);
             let mut mutant = self.mutant(0, |program| {
-                program.config = program.config.to_builder().total_limit_bytes(Some(limit)).build().expect("valid");
+                program.config = program
+                    .config
+                    .to_builder()
+                    .total_limit_bytes(Some(limit))
+                    .build()
+                    .expect("the configuration should be valid");
             })?;
             mutant.key = Some("total_limit_bytes");
             return Some(mutant);
@@ -327,18 +338,22 @@ impl SymmetricProgram {
             }
             _ => {
                 let is_rounded = old.roundup_power2_divisions().divisions()[0] != 0;
-                let divisions = RoundupPower2Divisions::uniform(if is_rounded { 0 } else { 8 }).expect("valid");
+                let divisions =
+                    RoundupPower2Divisions::uniform(if is_rounded { 0 } else { 8 }).expect("the input should be valid");
                 (old.to_builder().roundup_power2_divisions(divisions), "roundup_power2_divisions")
             }
         };
-        let new = pool.build().expect("valid");
+        let new = pool.build().expect("the configuration should be valid");
         let mut mutant = self.mutant(index.unwrap_or(0), |program| match index {
             Some(index) => {
                 if let Op::CreatePool { config, .. } = &mut program.records[index].op {
                     **config = new;
                 }
             }
-            None => program.config = program.config.to_builder().default_pool(new).build().expect("valid"),
+            None => {
+                program.config =
+                    program.config.to_builder().default_pool(new).build().expect("the configuration should be valid")
+            }
         })?;
         mutant.key = Some(key);
         Some(mutant)

@@ -56,7 +56,8 @@ pub fn trim_private(allocator: &RankAllocator<'_>) {
 
 /// Returns the same scenario without a limit of the allocator: a limit counts private memory, which differs between the ranks.
 fn without_limit(scenario: Scenario) -> Scenario {
-    let config = scenario.config.to_builder().total_limit_bytes(None).build().expect("valid");
+    let config =
+        scenario.config.to_builder().total_limit_bytes(None).build().expect("the configuration should be valid");
     Scenario { config, ..scenario }
 }
 
@@ -65,7 +66,8 @@ fn without_limit(scenario: Scenario) -> Scenario {
 fn symmetric_decisions(scenario: &Scenario, device: &SimBackend, recover: Option<Recovery>) -> Decisions {
     let mut decisions = Decisions::default();
     {
-        let allocator = RankAllocator::with_lock(device, scenario.config.clone()).expect("a valid granularity");
+        let allocator =
+            RankAllocator::with_lock(device, scenario.config.clone()).expect("the granularity should be valid");
         let mut run = Run::new(&allocator, scenario);
         let mut work = DeviceWork::new(device);
         let mut pools = BTreeMap::new();

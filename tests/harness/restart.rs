@@ -30,7 +30,7 @@ impl Checkpoint {
         replay: &Replay<'_, B, L>,
     ) -> Self {
         let pools = (0..allocator.pool_count()).map(PoolId).filter(|pool| allocator.pool_stats(*pool).is_ok());
-        let save = |pool| (pool, layout::to_text(&allocator.save_layout(pool).expect("nothing is retired")));
+        let save = |pool| (pool, layout::to_text(&allocator.save_layout(pool).expect("no segment should be retired")));
         let live = program.ops()[..op].iter().filter_map(|op| {
             let Op::Allocate { id, pool, stream, .. } = *op else { return None };
             // An allocation of zero bytes has no placement.
@@ -105,7 +105,7 @@ impl Checkpoint {
                 replay.adopt(*id, nothing);
                 continue;
             }
-            let found = restored.find(*stream, *placement).expect("it was live");
+            let found = restored.find(*stream, *placement).expect("the allocation should have been live");
             assert_eq!((found.allocation.placement, found.stream), (*placement, *stream));
             replay.adopt(*id, found.allocation.handle);
             look(*id, *stream, found.allocation);

@@ -92,7 +92,10 @@ impl StepScenario {
             _ => builder.expandable().stitching(Some(Stitching::with_granule(2 << 20))),
         };
         builder = builder.plan(if learns { PlanPolicy::Learn } else { PlanPolicy::Off });
-        let config = Config::builder().default_pool(builder.build().expect("valid")).build().expect("valid");
+        let config = Config::builder()
+            .default_pool(builder.build().expect("the configuration should be valid"))
+            .build()
+            .expect("the configuration should be valid");
         let rest = bytes.get(4..).unwrap_or(&[]);
         let (first, changes) = rest.split_at(rest.len() * 2 / 3);
         let (one, other) = if two_bodies { first.split_at(first.len() / 2) } else { (first, first) };
@@ -238,8 +241,8 @@ pub struct StepOutcome {
 /// missing, or anything leaks.
 pub fn run<L: Lock>(scenario: &StepScenario, device: &SimBackend) -> StepOutcome {
     let outcome = {
-        let allocator =
-            generic::Allocator::<_, L>::with_lock(device, scenario.config.clone()).expect("a valid granularity");
+        let allocator = generic::Allocator::<_, L>::with_lock(device, scenario.config.clone())
+            .expect("the granularity should be valid");
         for stream in (0..scenario.streams).map(StreamId) {
             let group = scenario.group_of(stream);
             let registered =
@@ -314,7 +317,7 @@ impl<'a, 'd, L: Lock> Walk<'a, 'd, L> {
             self.call(number, *call, &mut progress);
             self.allocator.check().unwrap_or_else(|violation| panic!("step {number}, {call:?}: {violation}"));
         }
-        let report = self.allocator.end_step(POOL).expect("a step is open");
+        let report = self.allocator.end_step(POOL).expect("a heap with an open step should have plans");
         assert!(self.allocator.end_step(POOL).is_err());
         let (mut allocations, mut planned, mut difference) = (0, 0, None);
         for (heap, mut progress) in progress {
@@ -382,7 +385,7 @@ impl<'a, 'd, L: Lock> Walk<'a, 'd, L> {
             Call::Use { number: of, stream } => {
                 let Some(id) = self.made[number].get(of).copied() else { return };
                 if let Some(live) = self.live.get(&id) {
-                    self.allocator.record_use(live.allocation.handle, stream).expect("live");
+                    self.allocator.record_use(live.allocation.handle, stream).expect("the allocation should be live");
                     self.work.submit(&Op::RecordUse { id, stream }, &Ok(None));
                 }
             }
@@ -391,7 +394,7 @@ impl<'a, 'd, L: Lock> Walk<'a, 'd, L> {
 
     fn free(&mut self, id: AllocationId) {
         if let Some(live) = self.live.remove(&id) {
-            self.allocator.free(live.allocation.handle).expect("live");
+            self.allocator.free(live.allocation.handle).expect("the allocation should be live");
             self.work.submit(&Op::Free { id }, &Ok(None));
             assert!(self.allocator.free(live.allocation.handle).is_err(), "a handle is never reused");
         }
@@ -448,8 +451,9 @@ impl<'a, 'd, L: Lock> Walk<'a, 'd, L> {
             }
             let config = self.scenario.config.default_pool();
             let granularity_bytes = self.allocator.backend().granularity_bytes();
-            let plan = Plan::solve(config, granularity_bytes, heap, step.key, &wanted, BUDGET).expect("a plan");
-            self.allocator.adopt_plan(POOL, plan).expect("memory is available");
+            let plan = Plan::solve(config, granularity_bytes, heap, step.key, &wanted, BUDGET)
+                .expect("the plan should be valid");
+            self.allocator.adopt_plan(POOL, plan).expect("memory should suffice");
             self.allocator.check().expect("sound with a plan");
         }
         self.look_at_plans();
@@ -458,7 +462,7 @@ impl<'a, 'd, L: Lock> Walk<'a, 'd, L> {
     /// Reads the current plans, and validates new ones.
     fn look_at_plans(&mut self) {
         let mut plans: BTreeMap<HeapKey, Vec<Plan>> = BTreeMap::new();
-        for plan in self.allocator.plans(POOL).expect("the pool exists") {
+        for plan in self.allocator.plans(POOL).expect("the pool should exist") {
             plans.entry(plan.group()).or_default().push(plan);
         }
         let heaps: BTreeSet<HeapKey> = self.heaps.keys().chain(plans.keys()).copied().collect();
@@ -467,7 +471,7 @@ impl<'a, 'd, L: Lock> Walk<'a, 'd, L> {
             let model = self.heaps.entry(heap).or_default();
             // The plan memory changes whenever plans are adopted, even if a learned plan equals the previous one.
             let stats =
-                self.allocator.heap_stats(POOL, heap.first().unwrap_or_default()).expect("the pool exists").steps;
+                self.allocator.heap_stats(POOL, heap.first().unwrap_or_default()).expect("the pool should exist").steps;
             assert_eq!(stats.plans, plans.len() as u64);
             plans.iter().for_each(check_plan);
             if model.learned != stats.learned {
@@ -484,13 +488,13 @@ impl<'a, 'd, L: Lock> Walk<'a, 'd, L> {
     fn finish(mut self) -> StepOutcome {
         let ids: Vec<AllocationId> = self.live.keys().copied().collect();
         ids.into_iter().for_each(|id| self.free(id));
-        let digest = self.allocator.digest(POOL).expect("the pool exists");
+        let digest = self.allocator.digest(POOL).expect("the pool should exist");
         self.allocator.check().unwrap_or_else(|violation| panic!("at the end: {violation}"));
         let stats = self.allocator.stats().steps;
         self.allocator.drop_plans(POOL).expect("no step is open");
         self.allocator.check().unwrap_or_else(|violation| panic!("without plans: {violation}"));
         assert_eq!(self.allocator.stats().usage.all.allocations.current, 0);
-        self.allocator.trim_all().expect("no faults");
+        self.allocator.trim_all().expect("no fault should be injected");
         self.allocator.check().unwrap_or_else(|violation| panic!("trimmed: {violation}"));
         StepOutcome { placements: self.placements, reports: self.reports, digest, stats }
     }

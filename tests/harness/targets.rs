@@ -116,7 +116,12 @@ pub fn job(bytes: &[u8]) -> u64 {
     let seed =
         bytes.iter().fold(0, |seed: u64, byte| seed.rotate_left(7).wrapping_mul(0x100_0000_01b3) ^ u64::from(*byte));
     let ops = scenario.program.ops().chunks(OPS_A_SYNC).flat_map(|ops| ops.iter().cloned().chain([Op::Sync]));
-    let plan = JobPlan::of_records(scenario.config, ops.map(Record::from), seed, NonZeroU32::new(5).expect("not zero"));
+    let plan = JobPlan::of_records(
+        scenario.config,
+        ops.map(Record::from),
+        seed,
+        NonZeroU32::new(5).expect("the number should not be zero"),
+    );
     let plan = plan.with_granularity_bytes(scenario.granularity_bytes);
     match simulate(&plan, NonZeroUsize::MIN, &mut |_| ()) {
         Ok(outcome) => outcome.ops + outcome.private_ops,
@@ -165,26 +170,29 @@ fn restore(bytes: &[u8]) -> u64 {
     {
         let config =
             Config::builder().default_pool(layout.config().clone()).total_limit_bytes(layout.total_limit_bytes());
-        let allocator: Allocator<_> = Allocator::new(&device, config.build().expect("valid")).expect("valid");
+        let allocator: Allocator<_> =
+            Allocator::new(&device, config.build().expect("the configuration should be valid"))
+                .expect("the arguments should be valid");
         let streams: Vec<_> = (0..4).map(|_| allocator.register_stream().expect("a stream id is available")).collect();
         if let Ok(restored) = allocator.restore_layout(PoolId::DEFAULT, &layout) {
-            allocator.check().expect("consistent");
+            allocator.check().expect("the invariants should hold");
             assert_eq!(allocator.save_layout(PoolId::DEFAULT), Ok(layout.clone()));
             let freed = restored.allocations().step_by(2);
-            freed.for_each(|live| allocator.free(live.allocation.handle).expect("live"));
+            freed.for_each(|live| allocator.free(live.allocation.handle).expect("the allocation should be live"));
             for (stream, size_bytes) in streams.into_iter().zip([512, 3 << 20, 1 << 20, 40 << 20]) {
                 if let Ok(made) = allocator.allocate(PoolId::DEFAULT, stream, size_bytes) {
-                    allocator.free(made.handle).expect("live");
+                    allocator.free(made.handle).expect("the allocation should be live");
                 }
             }
-            let trimmed = bytes.len().is_multiple_of(2).then(|| allocator.trim_all().expect("no faults"));
-            allocator.check().expect("consistent");
+            let trimmed =
+                bytes.len().is_multiple_of(2).then(|| allocator.trim_all().expect("no fault should be injected"));
+            allocator.check().expect("the invariants should hold");
             let revived = allocator.revive_layout(PoolId::DEFAULT, &layout);
             // A limit or a threshold may have released memory as well.
             let may_be_gone = trimmed.is_some() || layout.config() != &PoolConfig::default();
             assert!(revived.is_ok() || may_be_gone, "{revived:?}");
         }
-        allocator.check().expect("consistent");
+        allocator.check().expect("the invariants should hold");
     }
     assert!(device.leaks().is_empty(), "leaked: {}", device.leaks());
     layout.allocation_count() as u64
@@ -213,11 +221,11 @@ fn adopt(bytes: &[u8]) -> u64 {
         let Ok(allocator) = Allocator::<_>::new(&device, file.config().clone()) else { return 0 };
         (0..4).for_each(|_| _ = allocator.register_stream().expect("a stream id is available"));
         for pool in [PoolId::DEFAULT].into_iter().chain(file.pools().map(|(pool, _)| pool)) {
-            let config = file.pool_config(pool).expect("it has plans").clone();
+            let config = file.pool_config(pool).expect("a pool with plans should have a configuration").clone();
             let made_pool = if pool == PoolId::DEFAULT { Ok(pool) } else { allocator.create_pool(config) };
             let Ok(made_pool) = made_pool else { continue };
             for plan in file.plans_of(pool) {
-                let before = allocator.digest(made_pool).expect("the pool exists");
+                let before = allocator.digest(made_pool).expect("the pool should exist");
                 match allocator.adopt_plan(made_pool, plan.clone()) {
                     Ok(()) => made += follow(&allocator, made_pool, plan),
                     Err(PlanError::Memory(_)) => {}
@@ -225,7 +233,7 @@ fn adopt(bytes: &[u8]) -> u64 {
                         assert_eq!(allocator.digest(made_pool), Ok(before), "a rejected plan changes nothing");
                     }
                 }
-                allocator.check().expect("consistent");
+                allocator.check().expect("the invariants should hold");
             }
         }
     }
@@ -235,20 +243,20 @@ fn adopt(bytes: &[u8]) -> u64 {
 
 /// Executes two steps as planned, then frees everything.
 fn follow(allocator: &Allocator<&SimBackend>, pool: PoolId, plan: &Plan) -> u64 {
-    let plans = allocator.plans(pool).expect("the pool exists");
+    let plans = allocator.plans(pool).expect("the pool should exist");
     let is_alone = plans.iter().filter(|other| other.key() == plan.key()).count() == 1;
     let count = plan.allocations().len() as u64;
     let placed = plan.allocations().iter().filter(|planned| planned.offset_bytes.is_some()).count() as u64;
     let (mut live, mut made) = (Vec::new(), 0);
     for step in 0..2 {
-        allocator.begin_step(pool, plan.key()).expect("none is open");
+        allocator.begin_step(pool, plan.key()).expect("no step should be open");
         // Another heap may have a plan of the same key, and receives no request here.
         let mut is_complete = is_alone;
         for (number, planned) in (step * count..).zip(plan.allocations()) {
             live.retain(|(until, handle)| {
                 let is_over = *until <= number;
                 if is_over {
-                    allocator.free(*handle).expect("live");
+                    allocator.free(*handle).expect("the allocation should be live");
                 }
                 !is_over
             });
@@ -262,11 +270,11 @@ fn follow(allocator: &Allocator<&SimBackend>, pool: PoolId, plan: &Plan) -> u64 
                 Err(_) => is_complete = false,
             }
         }
-        let report = allocator.end_step(pool).expect("it is open");
+        let report = allocator.end_step(pool).expect("a step should be open");
         assert!(!is_complete || (report.difference, report.planned) == (None, placed), "{report:?}");
         assert!(!is_complete || report.allocations == count, "{report:?}");
     }
-    live.into_iter().for_each(|(_, handle)| allocator.free(handle).expect("live"));
+    live.into_iter().for_each(|(_, handle)| allocator.free(handle).expect("the allocation should be live"));
     made
 }
 
@@ -320,7 +328,7 @@ pub fn work(bytes: &[u8]) -> u64 {
     let program = Program::new(&recording.records).expect("a recording is consistent");
     let config = recording.config.unwrap_or_default();
     let device = SimBackend::builder().memory_bytes(u64::MAX).without_kernels().build();
-    let allocator: Allocator<_> = Allocator::new(device, config).expect("a valid configuration");
+    let allocator: Allocator<_> = Allocator::new(device, config).expect("the configuration should be valid");
     let mut replay = Replay::new(&allocator, &program).with_allowance(Allowance::of(WORK_AT_ONCE));
     let is_too_much = |op: &Op| matches!(replay.step(op), Err(StepError::TooMuchWork(_)));
     let _ends_early = program.ops().iter().any(is_too_much);
@@ -469,7 +477,7 @@ fn progress_of(process: u32) -> Progress {
 }
 
 fn connected(process: u32) -> ((ProcessId, Connection), UnixStream) {
-    let (own, other) = UnixStream::pair().expect("two ends");
+    let (own, other) = UnixStream::pair().expect("the system should create a pair of sockets");
     ((ProcessId(process), own.into()), other)
 }
 

@@ -18,9 +18,10 @@ const VALUE: u64 = 7;
 /// Creates a pool that holds one block with contents, and free memory.
 fn pool_with_a_block(allocator: &Shared, config: PoolConfig) -> (PoolId, Allocation) {
     let pool = allocator.create_pool(config).expect("the pool is created");
-    let [kept, freed] = [0, 1].map(|stream| allocator.allocate(pool, StreamId(stream), 3 * MIB).expect("no limit"));
+    let [kept, freed] =
+        [0, 1].map(|stream| allocator.allocate(pool, StreamId(stream), 3 * MIB).expect("no limit should be reached"));
     allocator.backend().inner.write(kept.address, kept.size_bytes, VALUE);
-    allocator.free(freed.handle).expect("live");
+    allocator.free(freed.handle).expect("the allocation should be live");
     (pool, kept)
 }
 
@@ -46,7 +47,7 @@ fn a_pool_that_one_thread_destroys_sleeps_and_wakes_as_a_whole_or_not_at_all() {
         });
         allocator.free(kept.handle).expect("a block can be freed during a sleep");
         let destroyed = allocator.destroy_pool(pool);
-        sleepers.into_iter().for_each(|sleeper| sleeper.join().expect("no panic"));
+        sleepers.into_iter().for_each(|sleeper| sleeper.join().expect("the thread should not panic"));
         if let Err(error) = destroyed {
             assert_eq!(error, PoolError::Sleeping { pool });
             allocator.destroy_pool(pool).expect("nothing changes its phase");
@@ -62,10 +63,13 @@ fn a_pool_that_one_thread_destroys_sleeps_and_wakes_as_a_whole_or_not_at_all() {
 fn of_two_sleeps_or_wakes_one_does_the_work() {
     explore(400, || {
         let allocator = shared(&Config::default(), 22);
-        let (pool, kept) = pool_with_a_block(&allocator, PoolConfig::builder().fixed().build().expect("valid"));
+        let (pool, kept) = pool_with_a_block(
+            &allocator,
+            PoolConfig::builder().fixed().build().expect("the configuration should be valid"),
+        );
         let other = Arc::clone(&allocator);
         let second = thread::spawn(move || other.sleep(pool, Contents::Zero));
-        let slept = [allocator.sleep(pool, Contents::Keep), second.join().expect("no panic")];
+        let slept = [allocator.sleep(pool, Contents::Keep), second.join().expect("the thread should not panic")];
         let is_kept = slept[0].as_ref().is_ok_and(|slept| slept.kept_bytes > 0);
         let mut released = 0;
         for outcome in slept {
@@ -77,13 +81,13 @@ fn of_two_sleeps_or_wakes_one_does_the_work() {
         assert_eq!((released, allocator.phase(pool)), (40 * MIB, Ok(Phase::Asleep)));
         let other = Arc::clone(&allocator);
         let second = thread::spawn(move || other.wake(pool));
-        let woken = [allocator.wake(pool), second.join().expect("no panic")];
+        let woken = [allocator.wake(pool), second.join().expect("the thread should not panic")];
         let remapped: u64 = woken.iter().flatten().map(|woken| woken.remapped_bytes).sum();
         assert!(woken.iter().flatten().count() > 0 && remapped == 40 * MIB, "{woken:?}");
         let expected = if is_kept { VALUE } else { 0 };
         assert_eq!(allocator.backend().inner.read(kept.address, kept.size_bytes), Some(expected));
-        allocator.free(kept.handle).expect("live");
-        allocator.destroy_pool(pool).expect("nothing is live");
+        allocator.free(kept.handle).expect("the allocation should be live");
+        allocator.destroy_pool(pool).expect("nothing should be live in the pool");
         assert_nothing_is_left(&allocator);
     });
 }
@@ -96,20 +100,20 @@ fn of_a_step_and_a_sleep_one_begins() {
         let stepping = Arc::clone(&allocator);
         let stepper = thread::spawn(move || stepping.begin_step(pool, 0));
         let slept = allocator.sleep(pool, Contents::Keep);
-        let begun = stepper.join().expect("no panic");
+        let begun = stepper.join().expect("the thread should not panic");
         match slept {
             Ok(_) => {
                 begun.expect_err("the pool falls asleep");
-                allocator.wake(pool).expect("memory");
+                allocator.wake(pool).expect("memory should suffice");
             }
             Err(error) => {
                 assert_eq!((error.cause, begun), (SleepCause::StepOpen, Ok(())));
-                allocator.end_step(pool).expect("it is open");
+                allocator.end_step(pool).expect("a step should be open");
             }
         }
         holds(&allocator, &kept);
-        allocator.free(kept.handle).expect("live");
-        allocator.destroy_pool(pool).expect("nothing is live");
+        allocator.free(kept.handle).expect("the allocation should be live");
+        allocator.destroy_pool(pool).expect("nothing should be live in the pool");
         assert_nothing_is_left(&allocator);
     });
 }
@@ -121,23 +125,23 @@ fn a_pool_counts_as_asleep_until_it_is_awake() {
         let (pool, kept) = pool_with_a_block(&allocator, PoolConfig::default());
         let changing = Arc::clone(&allocator);
         let changer = thread::spawn(move || {
-            changing.sleep(pool, Contents::Keep).expect("no other sleep");
-            changing.wake(pool).expect("memory");
+            changing.sleep(pool, Contents::Keep).expect("no other thread should change the phase");
+            changing.wake(pool).expect("memory should suffice");
         });
-        let mut phases: Vec<Phase> = (0..4).map(|_| allocator.phase(pool).expect("it exists")).collect();
+        let mut phases: Vec<Phase> = (0..4).map(|_| allocator.phase(pool).expect("the pool should exist")).collect();
         match allocator.allocate(pool, StreamId(2), MIB) {
-            Ok(made) => allocator.free(made.handle).expect("live"),
+            Ok(made) => allocator.free(made.handle).expect("the allocation should be live"),
             Err(error) => assert!(matches!(error, AllocateError::Sleeps(_)), "{error}"),
         }
-        changer.join().expect("no panic");
+        changer.join().expect("the thread should not panic");
         phases.dedup();
         let (awake, asleep) = (Phase::Awake, Phase::Asleep);
         let expected =
             [vec![awake], vec![asleep], vec![awake, asleep], vec![asleep, awake], vec![awake, asleep, awake]];
         assert!(expected.contains(&phases), "{phases:?}");
         holds(&allocator, &kept);
-        allocator.free(kept.handle).expect("live");
-        allocator.destroy_pool(pool).expect("nothing is live");
+        allocator.free(kept.handle).expect("the allocation should be live");
+        allocator.destroy_pool(pool).expect("nothing should be live in the pool");
         assert_nothing_is_left(&allocator);
     });
 }
@@ -149,16 +153,16 @@ fn a_trim_during_a_sleep_or_wake_releases_no_memory_that_is_in_use() {
         let (pool, kept) = pool_with_a_block(&allocator, PoolConfig::default());
         let changing = Arc::clone(&allocator);
         let changer = thread::spawn(move || {
-            changing.sleep(pool, Contents::Keep).expect("no other sleep");
-            changing.wake(pool).expect("memory");
+            changing.sleep(pool, Contents::Keep).expect("no other thread should change the phase");
+            changing.wake(pool).expect("memory should suffice");
         });
-        allocator.trim_all().expect("no faults");
-        allocator.trim_pool(pool).expect("no faults");
-        changer.join().expect("no panic");
-        allocator.check().expect("consistent");
+        allocator.trim_all().expect("no fault should be injected");
+        allocator.trim_pool(pool).expect("no fault should be injected");
+        changer.join().expect("the thread should not panic");
+        allocator.check().expect("the invariants should hold");
         holds(&allocator, &kept);
-        allocator.free(kept.handle).expect("live");
-        allocator.destroy_pool(pool).expect("nothing is live");
+        allocator.free(kept.handle).expect("the allocation should be live");
+        allocator.destroy_pool(pool).expect("nothing should be live in the pool");
         assert_nothing_is_left(&allocator);
     });
 }
@@ -173,35 +177,41 @@ fn an_observer_gets_every_event_once_while_the_pool_grows_sleeps_and_wakes() {
         explore(300, move || {
             let allocator = shared(&Config::default(), 25);
             let config = if is_fixed { PoolConfig::builder().fixed() } else { PoolConfig::builder() };
-            let pool = allocator.create_pool(config.build().expect("valid")).expect("the pool is created");
-            let [reading, late] = [(); 2].map(|()| allocator.observe(pool).expect("it exists").0);
+            let pool = allocator
+                .create_pool(config.build().expect("the configuration should be valid"))
+                .expect("the pool is created");
+            let [reading, late] = [(); 2].map(|()| allocator.observe(pool).expect("the pool should exist").0);
             let growing = Arc::clone(&allocator);
             let grower = thread::spawn(move || {
                 for stream in [StreamId(0), StreamId(1)] {
                     let made = [3, 30].map(|size| growing.allocate(pool, stream, size * MIB));
                     for made in made {
                         match made {
-                            Ok(made) => growing.free(made.handle).expect("live"),
+                            Ok(made) => growing.free(made.handle).expect("the allocation should be live"),
                             Err(error) => assert!(matches!(error, AllocateError::Sleeps(_)), "{error}"),
                         }
                     }
-                    growing.trim_pool(pool).expect("no faults");
+                    growing.trim_pool(pool).expect("no fault should be injected");
                 }
             });
             let sleeping = Arc::clone(&allocator);
             let sleeper = thread::spawn(move || {
-                sleeping.quiesce(pool, Contents::Keep).expect("no other sleep").unmap().expect("no faults");
-                sleeping.wake(pool).expect("memory");
+                sleeping
+                    .quiesce(pool, Contents::Keep)
+                    .expect("no other thread should change the phase")
+                    .unmap()
+                    .expect("no fault should be injected");
+                sleeping.wake(pool).expect("memory should suffice");
             });
             let mut events = Vec::new();
             let mut read = |observer| {
                 let unread = allocator.unread(observer);
                 events.extend(unread.events.iter().cloned());
-                allocator.acknowledge(observer, &unread).expect("no faults");
+                allocator.acknowledge(observer, &unread).expect("no fault should be injected");
             };
             (0..3).for_each(|_| read(reading));
-            [grower, sleeper].into_iter().for_each(|thread| thread.join().expect("no panic"));
-            allocator.trim_pool(pool).expect("no faults");
+            [grower, sleeper].into_iter().for_each(|thread| thread.join().expect("the thread should not panic"));
+            allocator.trim_pool(pool).expect("no fault should be injected");
             read(reading);
             let all = allocator.unread(late);
             let count = |kind| all.events.iter().filter(|event| event.kind == kind).count();
@@ -214,13 +224,13 @@ fn an_observer_gets_every_event_once_while_the_pool_grows_sleeps_and_wakes() {
                     (events.iter().filter(of(stream)).collect(), all.events.iter().filter(of(stream)).collect());
                 assert_eq!(one, other, "the events of {stream}");
             }
-            allocator.acknowledge(late, &all).expect("no faults");
+            allocator.acknowledge(late, &all).expect("no fault should be injected");
             for observer in [reading, late] {
-                allocator.forget(observer).expect("no faults");
+                allocator.forget(observer).expect("no fault should be injected");
             }
-            allocator.trim_pool(pool).expect("no faults");
+            allocator.trim_pool(pool).expect("no fault should be injected");
             assert_eq!(allocator.stats().retired_bytes, 0);
-            allocator.destroy_pool(pool).expect("nothing is live");
+            allocator.destroy_pool(pool).expect("nothing should be live in the pool");
             assert_nothing_is_left(&allocator);
         });
         assert!(BIRTHS.swap(0, Ordering::Relaxed) > 0, "segments were added");

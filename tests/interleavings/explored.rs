@@ -63,8 +63,9 @@ pub(crate) fn allocator<L: Lock>(config: &Config, seed: u64) -> generic::Allocat
     let turn = (!L::IS_EXCLUSIVE).then(|| AtomicBool::new(false));
     let give_way = move |_| _ = turn.as_ref().map(|turn| turn.load(SeqCst));
     let device = Hooked { inner: SimBackend::builder().seed(seed).build(), hook: Box::new(give_way) as Box<_> };
-    let config = config.to_builder().pointer_lookup(PointerLookup::Exact).build().expect("valid");
-    let allocator = generic::Allocator::with_lock(device, config).expect("a device");
+    let config =
+        config.to_builder().pointer_lookup(PointerLookup::Exact).build().expect("the configuration should be valid");
+    let allocator = generic::Allocator::with_lock(device, config).expect("the device should be created");
     (0..STREAMS).for_each(|stream| assert_eq!(allocator.register_stream(), Ok(StreamId(stream))));
     for stream in (0..STREAMS).map(StreamId) {
         assert_eq!(allocator.register_stream_in(stream), Ok(second_of(stream)));
@@ -78,7 +79,7 @@ pub(crate) fn second_of(group: StreamId) -> StreamId {
 }
 
 pub(crate) fn of_pool(pool: PoolConfig) -> Config {
-    Config::builder().default_pool(pool).build().expect("valid")
+    Config::builder().default_pool(pool).build().expect("the configuration should be valid")
 }
 
 pub(crate) fn shared(config: &Config, seed: u64) -> Shared {
@@ -99,21 +100,21 @@ pub(crate) fn lend<L: Lock>(
     made: &Allocation,
 ) {
     let device = allocator.backend();
-    let event = device.record(owner).expect("no faults");
-    device.wait(other, event).expect("no faults");
+    let event = device.record(owner).expect("no fault should be injected");
+    device.wait(other, event).expect("no fault should be injected");
     device.recycle(event);
     use_it(allocator, other, made);
     match by_address(made) {
-        true => allocator.record_use_at(made.address, other).expect("live"),
-        false => allocator.record_use(made.handle, other).expect("live"),
+        true => allocator.record_use_at(made.address, other).expect("the allocation should be live"),
+        false => allocator.record_use(made.handle, other).expect("the allocation should be live"),
     }
 }
 
 /// Frees an allocation, either by handle or by address.
 pub(crate) fn free<L: Lock>(allocator: &generic::Allocator<Device, L>, made: &Allocation) {
     match by_address(made) {
-        true => drop(allocator.free_at(made.address).expect("live")),
-        false => allocator.free(made.handle).expect("live"),
+        true => drop(allocator.free_at(made.address).expect("the allocation should be live")),
+        false => allocator.free(made.handle).expect("the allocation should be live"),
     }
 }
 
@@ -124,9 +125,9 @@ pub(crate) fn by_address(made: &Allocation) -> bool {
 
 /// Checks, after everything was freed, that neither the device nor the statistics show any remaining memory.
 pub(crate) fn assert_nothing_is_left(allocator: &Shared) {
-    allocator.check().expect("consistent");
+    allocator.check().expect("the invariants should hold");
     assert_eq!(allocator.stats().usage.all.allocations.current, 0, "an allocation is still live");
-    allocator.trim_all().expect("no faults");
+    allocator.trim_all().expect("no fault should be injected");
     assert_eq!(allocator.stats().reserved_bytes.current, 0);
     assert!(allocator.backend().inner.leaks().is_empty(), "{}", allocator.backend().inner.leaks());
 }

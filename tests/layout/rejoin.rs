@@ -26,7 +26,8 @@ fn a_restarted_rank_has_the_same_future() {
         let _report = PrintOnPanic(&scenario);
         let at = SplitMix64::new(seed).below(scenario.program.ops().len() as u64) as usize;
         let device = scenario.device(seed);
-        let allocator: Allocator<_> = Allocator::new(&device, scenario.config.clone()).expect("valid");
+        let allocator: Allocator<_> =
+            Allocator::new(&device, scenario.config.clone()).expect("the arguments should be valid");
         let mut replay = Replay::new(&allocator, &scenario.program);
         let mut work = DeviceWork::new(&device);
         for op in &scenario.program.ops()[..at] {
@@ -55,14 +56,16 @@ fn a_refused_rejoin_leaves_the_pool_unused() {
         let scenario = in_one_pool(&Scenario::from_seed(seed, 60).with_layouts());
         let _report = PrintOnPanic(&scenario);
         let device = scenario.device(seed);
-        let allocator: Allocator<_> = Allocator::new(&device, scenario.config.clone()).expect("valid");
+        let allocator: Allocator<_> =
+            Allocator::new(&device, scenario.config.clone()).expect("the arguments should be valid");
         let (_, checkpoint) = first_part(&scenario, &allocator, &mut DeviceWork::new(&device));
         let expected = restarted::<Exclusive>(&scenario, &checkpoint, seed);
         let layout = checkpoint.layout(POOL);
         for calls in 0.. {
             let device = scenario.device(seed + 1);
             {
-                let allocator: Allocator<_> = Allocator::new(&device, scenario.config.clone()).expect("valid");
+                let allocator: Allocator<_> =
+                    Allocator::new(&device, scenario.config.clone()).expect("the arguments should be valid");
                 register_streams(&allocator, &scenario.program);
                 let fresh = digests(&allocator);
                 refuse_after(&device, calls);
@@ -75,7 +78,7 @@ fn a_refused_rejoin_leaves_the_pool_unused() {
                     Err(RestoreError::Backend(_)) => refused += 1,
                     Err(error) => panic!("seed {seed}: {error}"),
                 }
-                allocator.check().expect("consistent");
+                allocator.check().expect("the invariants should hold");
                 assert_eq!(digests(&allocator), fresh);
                 let stats = allocator.stats();
                 assert_eq!((stats.segment_count, stats.usage.all.allocations.current), (0, 0));
@@ -106,19 +109,19 @@ fn pools_are_restored_within_the_limit_over_all_of_them() {
     let device = SimBackend::builder().build();
     let policy = PoolConfig::default();
     let old = rank(&device, &policy, Some(32 * MIB));
-    let _live = old.allocate(POOL, S0, 20 * MIB).expect("fits");
-    let layout = old.save_layout(POOL).expect("nothing is retired");
+    let _live = old.allocate(POOL, S0, 20 * MIB).expect("the allocation should fit");
+    let layout = old.save_layout(POOL).expect("no segment should be retired");
     let new = rank(&device, &policy, Some(32 * MIB));
-    let private = new.create_pool(policy).expect("valid");
-    let made = new.allocate(private, S0, 14 * MIB).expect("fits");
+    let private = new.create_pool(policy).expect("the configuration should be valid");
+    let made = new.allocate(private, S0, 14 * MIB).expect("the allocation should fit");
     let error = refusal(&new, POOL, &layout);
     let (scope, limit_bytes) = (LimitScope::Allocator, 32 * MIB);
     assert_eq!(
         error,
         RestoreError::Limit { needed_bytes: 20 * MIB, cause: OutOfMemoryCause::Limit { scope, limit_bytes } }
     );
-    new.free(made.handle).expect("live");
-    new.trim_pool(private).expect("no faults");
+    new.free(made.handle).expect("the allocation should be live");
+    new.trim_pool(private).expect("no fault should be injected");
     new.restore_layout(POOL, &layout).expect("the limit now fits the layout");
 }
 
@@ -127,14 +130,15 @@ fn observers_of_a_rejoining_pool_are_notified_of_its_segments() {
     let device = SimBackend::builder().build();
     let policy = PoolConfig::default();
     let old = rank(&device, &policy, None);
-    let made: Vec<Allocation> = (0..3).map(|_| old.allocate(POOL, S0, 2 * MIB).expect("fits")).collect();
-    old.free(made[1].handle).expect("live");
-    old.trim_all().expect("no faults");
-    let layout = old.save_layout(POOL).expect("nothing is retired");
+    let made: Vec<Allocation> =
+        (0..3).map(|_| old.allocate(POOL, S0, 2 * MIB).expect("the allocation should fit")).collect();
+    old.free(made[1].handle).expect("the allocation should be live");
+    old.trim_all().expect("no fault should be injected");
+    let layout = old.save_layout(POOL).expect("no segment should be retired");
     let new = rank(&device, &policy, None);
-    let (observer, births) = new.observe(POOL).expect("exists");
+    let (observer, births) = new.observe(POOL).expect("the pool should exist");
     assert!(births.is_empty());
-    new.restore_layout(POOL, &layout).expect("fresh");
+    new.restore_layout(POOL, &layout).expect("the pool should be unused");
     let restored: Vec<_> =
         new.unread(observer).events.iter().map(|event| (event.kind, event.offset_bytes, event.size_bytes)).collect();
     let expected = [(SegmentEventKind::Birth, 0, 2 * MIB), (SegmentEventKind::Growth, 4 * MIB, 2 * MIB)];
@@ -153,10 +157,10 @@ fn a_recorded_job_that_restarts_midway_has_the_same_digest() {
         let program = jobs::program(job);
         for segments in ["expandable", "fixed"] {
             let policy = pool(&format!("segments:{segments}"));
-            let config = Config::builder().default_pool(policy).build().expect("valid");
+            let config = Config::builder().default_pool(policy).build().expect("the configuration should be valid");
             let rank = |rank| {
                 let device = SimBackend::builder().seed(1).rank(rank).build();
-                Allocator::<_>::new(device, config.clone()).expect("valid")
+                Allocator::<_>::new(device, config.clone()).expect("the arguments should be valid")
             };
             let old = rank(0);
             let mut replay = Replay::new(&old, &program);
@@ -173,8 +177,12 @@ fn a_recorded_job_that_restarts_midway_has_the_same_digest() {
             for op in &program.ops()[at..] {
                 replay.step(op).expect("the job fits 80 GiB");
             }
-            new.check().expect("consistent");
-            assert_eq!(new.digest(POOL).expect("exists").to_string(), golden(job, segments), "{job}, {segments}");
+            new.check().expect("the invariants should hold");
+            assert_eq!(
+                new.digest(POOL).expect("the pool should exist").to_string(),
+                golden(job, segments),
+                "{job}, {segments}"
+            );
         }
     }
 }
@@ -186,15 +194,15 @@ fn a_rejoin_refused_by_the_limit_at_a_later_heap_charges_nothing() {
     let policy = PoolConfig::default();
     let old = rank(&device, &policy, Some(32 * MIB));
     for stream in [S0, S1] {
-        let _live = old.allocate(POOL, stream, 10 * MIB).expect("fits");
+        let _live = old.allocate(POOL, stream, 10 * MIB).expect("the allocation should fit");
     }
-    let layout = old.save_layout(POOL).expect("nothing is retired");
+    let layout = old.save_layout(POOL).expect("no segment should be retired");
     let new = rank(&device, &policy, Some(32 * MIB));
-    let private = new.create_pool(policy).expect("valid");
-    let _live = new.allocate(private, S0, 20 * MIB).expect("fits");
+    let private = new.create_pool(policy).expect("the configuration should be valid");
+    let _live = new.allocate(private, S0, 20 * MIB).expect("the allocation should fit");
     let error = refusal(&new, POOL, &layout);
     assert!(matches!(error, RestoreError::Limit { .. }), "{error}");
-    new.check().expect("consistent");
+    new.check().expect("the invariants should hold");
     assert_eq!(new.stats().reserved_bytes.current, 20 * MIB);
 }
 
@@ -205,25 +213,30 @@ fn memory_that_a_rejoin_obtains_counts_as_growth() {
         let policy = pool(segments);
         let device = SimBackend::builder().build();
         let old = rank(&device, &policy, None);
-        let made = [4, 12, 4, 12, 4].map(|mib| old.allocate(POOL, S0, mib * MIB).expect("fits"));
-        let _live = old.allocate(POOL, S1, 30 * MIB).expect("fits");
-        old.free(made[1].handle).expect("live");
-        old.free(made[3].handle).expect("live");
-        old.trim_all().expect("no faults");
-        let layout = old.save_layout(POOL).expect("nothing is retired");
+        let made = [4, 12, 4, 12, 4].map(|mib| old.allocate(POOL, S0, mib * MIB).expect("the allocation should fit"));
+        let _live = old.allocate(POOL, S1, 30 * MIB).expect("the allocation should fit");
+        old.free(made[1].handle).expect("the allocation should be live");
+        old.free(made[3].handle).expect("the allocation should be live");
+        old.trim_all().expect("no fault should be injected");
+        let layout = old.save_layout(POOL).expect("no segment should be retired");
 
         let device = SimBackend::builder().build();
         let new = rank(&device, &policy, None);
         let growths = || {
-            let heaps = [S0, S1].map(|stream| new.heap_stats(POOL, stream).expect("a pool").growth_count);
-            assert_eq!(new.pool_stats(POOL).expect("a pool").growth_count, heaps[0] + heaps[1], "{segments}");
+            let heaps =
+                [S0, S1].map(|stream| new.heap_stats(POOL, stream).expect("the pool should exist").growth_count);
+            assert_eq!(
+                new.pool_stats(POOL).expect("the pool should exist").growth_count,
+                heaps[0] + heaps[1],
+                "{segments}"
+            );
             assert_eq!(new.stats().growth_count, device.calls().of(Call::Map), "{segments}: over all pools");
             heaps
         };
-        new.restore_layout(POOL, &layout).expect("fresh");
+        new.restore_layout(POOL, &layout).expect("the pool should be unused");
         let rejoined = growths();
         assert_eq!(rejoined, if segments.ends_with("expandable") { [3, 1] } else { [2, 1] });
-        let _live = new.allocate(POOL, S1, 50 * MIB).expect("fits");
+        let _live = new.allocate(POOL, S1, 50 * MIB).expect("the allocation should fit");
         assert_eq!(growths(), [rejoined[0], rejoined[1] + 1], "{segments}");
     }
 }

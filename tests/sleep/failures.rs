@@ -9,7 +9,7 @@ fn a_wake_that_the_device_refuses_can_be_repeated() {
         let job: Job = Job::busy(&sized, text);
         let needed_bytes = job.reserved_bytes();
         job.allocator.sleep(job.pool, Contents::Keep).expect(text);
-        let digest = job.allocator.digest(job.pool).expect("known");
+        let digest = job.allocator.digest(job.pool).expect("the pool should exist");
         let other =
             job.allocator.allocate(PoolId::DEFAULT, job.streams[0], 256 * MIB - needed_bytes / 2).expect("it is free");
         for _ in 0..2 {
@@ -22,12 +22,12 @@ fn a_wake_that_the_device_refuses_can_be_repeated() {
             assert_eq!((job.phase(), job.reserved_bytes()), (Phase::Asleep, 0), "{text}");
         }
         assert_eq!(
-            job.allocator.digest(job.pool).expect("known").ops,
+            job.allocator.digest(job.pool).expect("the pool should exist").ops,
             digest.ops + 2 * heaps(&job),
             "each request was recorded"
         );
-        job.allocator.free(other.handle).expect("live");
-        job.allocator.trim_all().expect("taken");
+        job.allocator.free(other.handle).expect("the allocation should be live");
+        job.allocator.trim_all().expect("the driver should release memory");
         job.allocator.wake(job.pool).expect(text);
         job.holds_what_it_held();
         job.end();
@@ -37,11 +37,12 @@ fn a_wake_that_the_device_refuses_can_be_repeated() {
 #[test]
 fn a_wake_that_a_limit_refuses_maps_nothing() {
     let device = device();
-    let config: Config = "total_limit_mb:40".parse().expect("valid");
-    let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
+    let config: Config = "total_limit_mb:40".parse().expect("the text should be valid");
+    let allocator: Allocator<_> = Allocator::new(&device, config).expect("the arguments should be valid");
     let streams = [(); 2].map(|()| allocator.register_stream().expect("a stream id is available"));
-    let pool = allocator.create_pool(policy("segments:expandable")).expect("valid");
-    let allocate = |pool, stream| allocator.allocate(pool, stream, 10 * MIB).expect("within the limit");
+    let pool = allocator.create_pool(policy("segments:expandable")).expect("the configuration should be valid");
+    let allocate =
+        |pool, stream| allocator.allocate(pool, stream, 10 * MIB).expect("the request should stay within the limit");
     let live = streams.map(|stream| allocate(pool, stream));
     allocator.sleep(pool, Contents::Keep).expect("the pool can sleep");
     // One of the two heaps fits.
@@ -53,12 +54,12 @@ fn a_wake_that_a_limit_refuses_maps_nothing() {
         "{error}"
     );
     assert_eq!((device.calls().of(Call::Map), allocator.stats().reserved_bytes), (maps, reserved));
-    others.into_iter().for_each(|other| allocator.free(other.handle).expect("live"));
-    let make_room = || allocator.trim_all().expect("no faults");
+    others.into_iter().for_each(|other| allocator.free(other.handle).expect("the allocation should be live"));
+    let make_room = || allocator.trim_all().expect("no fault should be injected");
     let woken = allocator.remap_with(pool, make_room).expect("there is room").resume();
     assert_eq!(woken.remapped_bytes, 20 * MIB);
-    live.into_iter().for_each(|live| allocator.free(live.handle).expect("live"));
-    allocator.check().expect("consistent");
+    live.into_iter().for_each(|live| allocator.free(live.handle).expect("the allocation should be live"));
+    allocator.check().expect("the invariants should hold");
 }
 
 /// Sleeps and wakes until both succeed, despite failures. Each failure leaves the pool awake or asleep.
@@ -88,7 +89,7 @@ fn there_and_back(job: &Job<'_>, contents: Contents) -> usize {
         assert!(failures < 5, "one call fails, once");
     }
     assert_eq!(job.phase(), Phase::Awake);
-    job.allocator.check().expect("consistent");
+    job.allocator.check().expect("the invariants should hold");
     failures
 }
 
@@ -125,7 +126,7 @@ fn a_later_wake_uses_the_memory_of_one_that_could_not_be_undone() {
     let device = device();
     let job: Job = Job::busy(&device, "segments:fixed");
     let whole = job.reserved_bytes();
-    job.allocator.sleep(job.pool, Contents::Keep).expect("nothing prevents it");
+    job.allocator.sleep(job.pool, Contents::Keep).expect("nothing should prevent the sleep");
     let maps = device.calls().of(Call::Map);
     device.inject(Some(Call::Map), FaultRule::At { ordinal: maps + 2 }, Fault::OutOfMemory);
     device.inject(Some(Call::Unmap), FaultRule::Every { calls: 1 }, Fault::Refused);
@@ -170,7 +171,7 @@ fn wake_with_room(text: &str, fault: Option<Fault>, room_bytes: u64, helps: bool
         Ok(remapped) => drop(remapped.resume()),
         Err(error) => assert!(matches!(error.cause, SleepCause::Memory { .. }), "{error}"),
     };
-    let (digest, phase) = (job.allocator.digest(job.pool).expect("known"), job.phase());
+    let (digest, phase) = (job.allocator.digest(job.pool).expect("the pool should exist"), job.phase());
     device.heal();
     job.allocator.wake(job.pool).expect("healed");
     job.holds_what_it_held();
@@ -209,7 +210,7 @@ fn a_lost_device_leaves_the_pool_asleep_or_awake_and_the_allocator_ends() {
         device.inject(None, FaultRule::At { ordinal: from + ordinal }, Fault::DeviceLost);
         let slept = job.allocator.sleep(job.pool, Contents::Keep);
         let woken = job.allocator.wake(job.pool);
-        job.allocator.check().expect("consistent");
+        job.allocator.check().expect("the invariants should hold");
         if slept.is_ok() && woken.is_ok() {
             assert!(ordinal > 8);
             break;
@@ -239,7 +240,7 @@ fn a_trim_releases_the_unreleased_memory_of_a_destroyed_pool() {
         // driver.
         let gone = job.allocator.phase(job.pool);
         assert!(matches!(gone, Err(UnknownError::DestroyedPool { .. })), "{text}: {gone:?}");
-        job.allocator.check().expect("consistent");
+        job.allocator.check().expect("the invariants should hold");
         job.allocator.trim_all().expect("no call is refused anymore");
         assert_eq!(job.allocator.stats().reserved_bytes.current, 0, "{text}");
         drop(job.allocator);
@@ -255,11 +256,14 @@ fn memory_held_by_a_window_is_released_by_the_next_sleep() {
     job.allocator.quiesce(job.pool, Contents::Keep).expect("no work is pending").hold();
     assert_eq!((job.phase(), job.reserved_bytes(), device.mapped_bytes()), (Phase::Held, whole, whole));
     assert!(matches!(job.allocator.allocate(job.pool, job.streams[0], 1), Err(AllocateError::Sleeps(_))));
-    drop(job.allocator.quiesce(job.pool, Contents::Keep).expect("asleep"));
+    drop(job.allocator.quiesce(job.pool, Contents::Keep).expect("the pool should fall asleep"));
     assert_eq!(job.phase(), Phase::Held, "unchanged");
-    assert_eq!(job.allocator.sleep(job.pool, Contents::Keep).expect("taken").released_bytes, whole);
+    assert_eq!(
+        job.allocator.sleep(job.pool, Contents::Keep).expect("the driver should release memory").released_bytes,
+        whole
+    );
     assert_eq!((job.phase(), device.mapped_bytes()), (Phase::Asleep, 0));
-    job.allocator.wake(job.pool).expect("memory");
+    job.allocator.wake(job.pool).expect("memory should suffice");
     job.holds_what_it_held();
     job.end();
 }

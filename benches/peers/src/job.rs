@@ -273,7 +273,7 @@ mod tests {
     fn a_jobs_text_parses_to_the_same_steps() {
         let job = Job::recorded("fsdp1_train_rank0");
         assert!(job.steps.iter().any(|step| matches!(step, Step::Use { .. })));
-        assert_eq!(Job::from_text("again", &job.to_text()).expect("read").steps, job.steps);
+        assert_eq!(Job::from_text("again", &job.to_text()).expect("the read should succeed").steps, job.steps);
         let plain = job.without_uses().expect("it has uses");
         assert!(plain.without_uses().is_none());
         assert_eq!(plain.live_peak_bytes(), job.live_peak_bytes());

@@ -83,7 +83,7 @@ unsafe impl Send for Raw {}
 
 impl Pointers {
     pub(crate) fn new(library: &Arc<Library>, cuda: &Cuda, conf: &str) -> Self {
-        let conf = CString::new(conf).expect("no zero byte");
+        let conf = CString::new(conf).expect("the text should contain no zero byte");
         let mut raw = std::ptr::null_mut();
         let conf = if conf.is_empty() { std::ptr::null() } else { conf.as_ptr() };
         // SAFETY: a C string or null, and a place for the result.

@@ -37,7 +37,7 @@ impl Subject for Simulated {
     }
 
     fn record_use(&self, block: &Handle, stream: &StreamId) {
-        self.0.record_use(*block, *stream).expect("live");
+        self.0.record_use(*block, *stream).expect("the allocation should be live");
     }
 
     fn memory(&self) -> Option<Memory> {

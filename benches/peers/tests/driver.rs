@@ -35,18 +35,18 @@ fn the_scripts_own_tests_pass() {
 #[test]
 fn a_run_without_a_device_creates_the_table_the_chart_and_the_results() {
     let (Some(mut python), Some(_)) = (tool("python3"), tool("c++")) else { return };
-    let folder = tempfile::tempdir().expect("a temporary folder");
+    let folder = tempfile::tempdir().expect("a folder should be created");
     let out = folder.path().join("out");
     python.args(["run", "--no-device", "--quick", "--jobs", "resnet50", "--program"]);
     let printed = passes(python.arg(env!("CARGO_BIN_EXE_symmalloc-peers")).arg("--out").arg(&out));
     assert!(printed.contains("| resnet50_multiscale, steady, ns per op |"), "{printed}");
     assert!(!printed.contains("missing or incomplete"), "{printed}");
     assert!(printed.contains("| chained arithmetic | 1.00 |"), "{printed}");
-    let results: Value = serde_json::from_slice(&read(&out, "results.json")).expect("JSON");
+    let results: Value = serde_json::from_slice(&read(&out, "results.json")).expect("the output should be JSON");
     let peers = |case: &str| -> Vec<String> {
         let figures = results["figures"].as_array().expect("figures").iter();
         let of = figures.filter(|figure| figure["case"] == case && figure["at"] == "resnet50_multiscale");
-        of.map(|figure| figure["peer"].as_str().expect("a name").to_owned()).collect()
+        of.map(|figure| figure["peer"].as_str().expect("it should have a name").to_owned()).collect()
     };
     let simulated = "symmalloc, simulated";
     assert_eq!(peers("steady_ns_per_op"), [simulated, "symmalloc, simulated, shared streams", "malloc"]);

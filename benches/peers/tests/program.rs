@@ -15,7 +15,8 @@ const QUICK: [&str; 12] =
 
 /// Returns the program with the stub as libcuda. Cargo puts the stub next to the test's executable.
 fn program(folder: &TempDir) -> Command {
-    let stub = std::env::current_exe().expect("this test").with_file_name("libstub_libcuda.so");
+    let stub =
+        std::env::current_exe().expect("the test's executable should be known").with_file_name("libstub_libcuda.so");
     std::fs::copy(stub, folder.path().join("libcuda.so")).expect("the stub");
     let mut command = Command::new(env!("CARGO_BIN_EXE_symmalloc-peers"));
     command.env("LD_LIBRARY_PATH", folder.path());
@@ -23,9 +24,9 @@ fn program(folder: &TempDir) -> Command {
 }
 
 fn folder_with_jobs() -> TempDir {
-    let folder = tempfile::tempdir().expect("a temporary folder");
+    let folder = tempfile::tempdir().expect("a folder should be created");
     for (name, text) in [("small", JOB), ("small_uses", JOB_WITH_USES)] {
-        std::fs::write(folder.path().join(name).with_extension("job"), text).expect("a file");
+        std::fs::write(folder.path().join(name).with_extension("job"), text).expect("the file should be accessible");
     }
     folder
 }
@@ -39,14 +40,14 @@ fn figures(output: &Output) -> Vec<Value> {
 fn values(figures: &[Value], case: &str, at: &str) -> Vec<f64> {
     let of = figures.iter().filter(|figure| figure["case"] == case && figure["at"] == at);
     of.flat_map(|figure| figure["values"].as_array().expect("values"))
-        .map(|value| value.as_f64().expect("a number"))
+        .map(|value| value.as_f64().expect("it should be a number"))
         .collect()
 }
 
 fn measure(folder: &TempDir, interface: &str, options: &[&str]) -> Vec<Value> {
     let mut command = program(folder);
     command.args(["measure", "--interface", interface, "--jobs"]).arg(folder.path()).args(options).args(QUICK);
-    figures(&command.output().expect("it runs"))
+    figures(&command.output().expect("the program should run"))
 }
 
 #[test]
@@ -93,10 +94,10 @@ fn every_interface_reports_every_figure_and_the_same_memory() {
 
 #[test]
 fn the_scale_cases_report_the_cost_of_live_and_free_blocks() {
-    let folder = tempfile::tempdir().expect("a temporary folder");
+    let folder = tempfile::tempdir().expect("a folder should be created");
     let mut command = program(&folder);
     command.args(["scale", "--interface", "simulated", "--live", "20000", "--free", "1000"]).args(QUICK);
-    let found = figures(&command.output().expect("it runs"));
+    let found = figures(&command.output().expect("the program should run"));
     for (case, at) in [
         ("growth_ns", "20000"),
         ("live_blocks_ns", "20000"),
@@ -111,14 +112,17 @@ fn the_scale_cases_report_the_cost_of_live_and_free_blocks() {
 
 #[test]
 fn threads_that_share_nothing_report_the_scaling_of_the_machine() {
-    let folder = tempfile::tempdir().expect("a temporary folder");
-    let found = figures(&program(&folder).arg("processors").args(QUICK).output().expect("it runs"));
+    let folder = tempfile::tempdir().expect("a folder should be created");
+    let found = figures(&program(&folder).arg("processors").args(QUICK).output().expect("the program should run"));
     for arithmetic in ["independent arithmetic", "chained arithmetic"] {
         for count in ["1", "2"] {
             let of = |figure: &&Value| figure["peer"] == arithmetic && figure["at"] == count;
             let figure = found.iter().find(of).expect("a figure");
-            let rates =
-                figure["values"].as_array().expect("values").iter().map(|rate| rate.as_f64().expect("a number"));
+            let rates = figure["values"]
+                .as_array()
+                .expect("values")
+                .iter()
+                .map(|rate| rate.as_f64().expect("it should be a number"));
             assert!(rates.clone().count() == 2 && rates.clone().all(|rate| rate > 0.0), "{figure}");
         }
     }
@@ -126,10 +130,10 @@ fn threads_that_share_nothing_report_the_scaling_of_the_machine() {
 
 #[test]
 fn recorded_jobs_are_written_with_and_without_uses() {
-    let folder = tempfile::tempdir().expect("a temporary folder");
+    let folder = tempfile::tempdir().expect("a folder should be created");
     let mut command = program(&folder);
     command.arg("jobs").arg(folder.path()).args(["--filter", "fsdp1_"]);
-    let found = figures(&command.output().expect("it runs"));
+    let found = figures(&command.output().expect("the program should run"));
     let names: BTreeSet<_> = found.iter().map(|figure| figure["at"].as_str().expect("a job").to_owned()).collect();
     assert_eq!(Vec::from_iter(names), ["fsdp1_train_rank0", "fsdp1_train_rank0_uses"]);
     let ops = |name| values(&found, "ops", name)[0];
@@ -147,7 +151,7 @@ fn recorded_jobs_are_written_with_and_without_uses() {
 fn invalid_options_and_files_are_reported() {
     let folder = folder_with_jobs();
     let fails = |arguments: &[&str], words: &str| {
-        let output = program(&folder).arg("measure").args(arguments).output().expect("it runs");
+        let output = program(&folder).arg("measure").args(arguments).output().expect("the program should run");
         let errors = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(!output.status.success() && errors.contains(words), "{arguments:?}: {errors}");
     };
@@ -156,6 +160,6 @@ fn invalid_options_and_files_are_reported() {
     fails(&["--interface", "library", "--library", "/nowhere.so", "--jobs", jobs], "/nowhere.so");
     fails(&["--interface", "buffer", "--conf", "segments:round", "--jobs", jobs], "segments");
     fails(&["--interface", "simulated", "--prefetch-mib", "64", "--jobs", jobs], "--prefetch-mib is for");
-    std::fs::write(Path::new(jobs).join("bad.job"), "a 1 0\nf 7\n").expect("a file");
+    std::fs::write(Path::new(jobs).join("bad.job"), "a 1 0\nf 7\n").expect("the file should be accessible");
     fails(&["--interface", "simulated", "--jobs", jobs], "bad, line 2");
 }

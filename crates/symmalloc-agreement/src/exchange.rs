@@ -136,21 +136,25 @@ mod tests {
         let outcomes = thread::scope(|scope| {
             let run = |((transport, size_bytes), extra): ((ThreadTransport, u64), u8)| {
                 scope.spawn(move || {
-                    let pool = PoolConfig::builder().symmetric(true).build().expect("valid");
-                    let config = Config::builder().default_pool(pool).build().expect("valid");
-                    let allocator = SharedAllocator::new(SimBackend::builder().build(), config).expect("valid");
-                    let stream = allocator.register_stream().expect("the first");
-                    let _live = allocator.allocate(PoolId::DEFAULT, stream, size_bytes).expect("fits");
+                    let pool =
+                        PoolConfig::builder().symmetric(true).build().expect("the configuration should be valid");
+                    let config =
+                        Config::builder().default_pool(pool).build().expect("the configuration should be valid");
+                    let allocator = SharedAllocator::new(SimBackend::builder().build(), config)
+                        .expect("the arguments should be valid");
+                    let stream = allocator.register_stream().expect("the first stream should be registered");
+                    let _live =
+                        allocator.allocate(PoolId::DEFAULT, stream, size_bytes).expect("the allocation should fit");
                     let history = compares.then(|| RankHistory::new(&allocator, Point::Sync));
                     let exchange =
-                        Exchange::begin(&transport, history.as_ref(), &[7, extra]).expect("all ranks arrive");
+                        Exchange::begin(&transport, history.as_ref(), &[7, extra]).expect("all ranks should arrive");
                     let received: Vec<Vec<u8>> = exchange.extras().map(<[u8]>::to_vec).collect();
                     assert_eq!(received, extras.map(|extra| vec![7, extra]));
                     (exchange.is_unanimous(), exchange.finish())
                 })
             };
             let threads: Vec<_> = ranks.map(run).collect();
-            threads.into_iter().map(|thread| thread.join().expect("no panic")).collect::<Vec<_>>()
+            threads.into_iter().map(|thread| thread.join().expect("the thread should not panic")).collect::<Vec<_>>()
         });
         assert_eq!(outcomes[0], outcomes[1], "all ranks reach the same result");
         outcomes.into_iter().next().expect("there are two")

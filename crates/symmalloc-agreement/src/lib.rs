@@ -52,7 +52,7 @@
 //! }
 //! let histories: Vec<_> = ranks.iter().map(|allocator| RankHistory::new(allocator, Point::Sync)).collect();
 //! let Err(AgreementError::Disagreed(disagreement)) = agree_in_lockstep(&histories) else { panic!("they differ") };
-//! let first = disagreement.first_heap().expect("a heap differs");
+//! let first = disagreement.first_heap().expect("a heap should differ");
 //! // Op 0 allocates the weights, and op 1 records the memory obtained for them.
 //! assert_eq!((first.first_op, first.groups[1].ranks.to_string().as_str()), (2, "2"));
 //! assert!(disagreement.to_string().contains("allocated 1,048,577 bytes \"gradient\""));

@@ -13,9 +13,13 @@ use symmalloc_sim::{SimBackend, SplitMix64};
 #[test]
 fn a_limit_that_one_rank_changed_is_a_difference_of_configurations() {
     let ranks = [0, 1].map(|rank| {
-        let pool = PoolConfig::builder().symmetric(true).build().expect("valid");
-        let config = Config::builder().default_pool(pool).total_limit_bytes(Some(64 << 20)).build().expect("valid");
-        Allocator::<_>::new(SimBackend::builder().rank(rank).build(), config).expect("valid")
+        let pool = PoolConfig::builder().symmetric(true).build().expect("the configuration should be valid");
+        let config = Config::builder()
+            .default_pool(pool)
+            .total_limit_bytes(Some(64 << 20))
+            .build()
+            .expect("the configuration should be valid");
+        Allocator::<_>::new(SimBackend::builder().rank(rank).build(), config).expect("the arguments should be valid")
     });
     let compare = || agree_in_lockstep(&ranks.each_ref().map(|allocator| RankHistory::new(allocator, Point::Sync)));
     ranks.iter().for_each(|allocator| allocator.set_total_limit_bytes(Some(32 << 20)));
@@ -28,17 +32,19 @@ fn a_limit_that_one_rank_changed_is_a_difference_of_configurations() {
 
 #[test]
 fn ranks_may_agree_on_some_pools_and_exclude_the_others() {
-    let alike = PoolConfig::builder().symmetric(true).build().expect("valid");
+    let alike = PoolConfig::builder().symmetric(true).build().expect("the configuration should be valid");
     let ranks = [1, 2].map(|rank| {
-        let allocator: Allocator<_> =
-            Allocator::new(SimBackend::builder().rank(rank).build(), Config::default()).expect("valid");
-        let stream = allocator.register_stream().expect("the first");
+        let allocator: Allocator<_> = Allocator::new(SimBackend::builder().rank(rank).build(), Config::default())
+            .expect("the arguments should be valid");
+        let stream = allocator.register_stream().expect("the first stream should be registered");
         // The first pool differs between ranks in both its configuration and its use.
         let other = PoolConfig::builder().symmetric(true).limit_bytes(Some(u64::from(rank) << 30)).build();
-        let other = allocator.create_pool(other.expect("valid")).expect("fits");
-        let shared = allocator.create_pool(alike.clone()).expect("fits");
-        let _live = allocator.allocate(other, stream, u64::from(rank) << 20).expect("fits");
-        let _live = allocator.allocate(shared, stream, 3 << 20).expect("fits");
+        let other = allocator
+            .create_pool(other.expect("the input should be valid"))
+            .expect("the pool should fit into the device");
+        let shared = allocator.create_pool(alike.clone()).expect("the pool should fit into the device");
+        let _live = allocator.allocate(other, stream, u64::from(rank) << 20).expect("the allocation should fit");
+        let _live = allocator.allocate(shared, stream, 3 << 20).expect("the allocation should fit");
         (allocator, other, shared)
     });
     let histories = ranks.each_ref().map(|(allocator, _, shared)| {
@@ -56,13 +62,14 @@ fn ranks_may_agree_on_some_pools_and_exclude_the_others() {
 
 #[test]
 fn pools_that_are_not_settled_keep_their_history() {
-    let pool = PoolConfig::builder().symmetric(true).build().expect("valid");
-    let config = Config::builder().default_pool(pool.clone()).build().expect("valid");
-    let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), config).expect("valid");
-    let stream = allocator.register_stream().expect("the first");
-    let second = allocator.create_pool(pool).expect("fits");
+    let pool = PoolConfig::builder().symmetric(true).build().expect("the configuration should be valid");
+    let config = Config::builder().default_pool(pool.clone()).build().expect("the configuration should be valid");
+    let allocator: Allocator<_> =
+        Allocator::new(SimBackend::builder().build(), config).expect("the arguments should be valid");
+    let stream = allocator.register_stream().expect("the first stream should be registered");
+    let second = allocator.create_pool(pool).expect("the pool should fit into the device");
     for pool in [PoolId::DEFAULT, second] {
-        let _live = allocator.allocate(pool, stream, 1 << 20).expect("fits");
+        let _live = allocator.allocate(pool, stream, 1 << 20).expect("the allocation should fit");
     }
     let oldest = || {
         let heaps = allocator.heap_histories();
@@ -77,27 +84,32 @@ fn pools_that_are_not_settled_keep_their_history() {
 #[test]
 fn ranks_with_different_groups_disagree_and_name_the_group() {
     let ranks = [0, 1].map(|rank| {
-        let pool = PoolConfig::builder().symmetric(true).streams(StreamPolicy::Grouped).build().expect("valid");
-        let config = Config::builder().default_pool(pool).build().expect("valid");
-        let allocator: Allocator<_> = Allocator::new(SimBackend::builder().rank(rank).build(), config).expect("valid");
+        let pool = PoolConfig::builder()
+            .symmetric(true)
+            .streams(StreamPolicy::Grouped)
+            .build()
+            .expect("the configuration should be valid");
+        let config = Config::builder().default_pool(pool).build().expect("the configuration should be valid");
+        let allocator: Allocator<_> =
+            Allocator::new(SimBackend::builder().rank(rank).build(), config).expect("the arguments should be valid");
         let groups = [(); 2].map(|()| allocator.register_stream().expect("a stream id is available"));
-        let member = allocator.register_stream_in(groups[rank as usize]).expect("the group exists");
-        let _live = allocator.allocate(PoolId::DEFAULT, groups[1], 1 << 20).expect("fits");
+        let member = allocator.register_stream_in(groups[rank as usize]).expect("the group should exist");
+        let _live = allocator.allocate(PoolId::DEFAULT, groups[1], 1 << 20).expect("the allocation should fit");
         (allocator, member)
     });
     let agree = || agree_in_lockstep(&ranks.each_ref().map(|(allocator, _)| RankHistory::new(allocator, Point::Sync)));
     assert_eq!(agree(), Ok(Agreed { ops: 2 }), "no op depends on the group so far");
     for (allocator, member) in &ranks {
-        let _live = allocator.allocate(PoolId::DEFAULT, *member, 3 << 20).expect("fits");
+        let _live = allocator.allocate(PoolId::DEFAULT, *member, 3 << 20).expect("the allocation should fit");
     }
     let Err(AgreementError::Disagreed(disagreement)) = agree() else { panic!("the groups differ") };
     assert!(disagreement.to_string().contains("the group of stream 0"), "{disagreement}");
 }
 
 fn symmetric_allocator(rank: u32) -> Allocator<SimBackend> {
-    let pool = PoolConfig::builder().symmetric(true).build().expect("valid");
-    let config = Config::builder().default_pool(pool).build().expect("valid");
-    Allocator::new(SimBackend::builder().rank(rank).build(), config).expect("valid")
+    let pool = PoolConfig::builder().symmetric(true).build().expect("the configuration should be valid");
+    let config = Config::builder().default_pool(pool).build().expect("the configuration should be valid");
+    Allocator::new(SimBackend::builder().rank(rank).build(), config).expect("the arguments should be valid")
 }
 
 /// Returns three ranks with 40 heaps of 20 allocations each, where rank 1 differs in every heap.
@@ -108,7 +120,9 @@ fn differing_ranks() -> Vec<Allocator<SimBackend>> {
             let stream = allocator.register_stream().expect("a stream id is available");
             for op in 0..20 {
                 let size_bytes = 512 + u64::from(rank == 1 && op == 10);
-                let _live = allocator.allocate_named(PoolId::DEFAULT, stream, size_bytes, "block").expect("fits");
+                let _live = allocator
+                    .allocate_named(PoolId::DEFAULT, stream, size_bytes, "block")
+                    .expect("the allocation should fit");
             }
         }
         allocator
@@ -247,18 +261,18 @@ proptest! {
     ) {
         let agreed = agreed.min(at).min(lens[0]).min(lens[1]);
         let rank = |rank: usize| {
-            let pool = PoolConfig::builder().symmetric(true).build().expect("valid");
-            let config = Config::builder().default_pool(pool).history_ops(memories[rank]).build().expect("valid");
+            let pool = PoolConfig::builder().symmetric(true).build().expect("the configuration should be valid");
+            let config = Config::builder().default_pool(pool).history_ops(memories[rank]).build().expect("the configuration should be valid");
             let allocator: Allocator<SimBackend> =
-                Allocator::new(SimBackend::builder().rank(rank as u32).build(), config).expect("valid");
-            allocator.register_stream().expect("the first");
+                Allocator::new(SimBackend::builder().rank(rank as u32).build(), config).expect("the arguments should be valid");
+            allocator.register_stream().expect("the first stream should be registered");
             allocator
         };
         let allocators = [rank(0), rank(1)];
         let allocate = |rank: usize, ops: std::ops::Range<u64>| {
             for op in ops {
                 let size_bytes = 512 + u64::from(rank == 1 && op == at);
-                let _live = allocators[rank].allocate(PoolId::DEFAULT, StreamId(0), size_bytes).expect("fits");
+                let _live = allocators[rank].allocate(PoolId::DEFAULT, StreamId(0), size_bytes).expect("the allocation should fit");
             }
         };
         let histories = || [0, 1].map(|rank| RankHistory::new(&allocators[rank], Point::Sync));
@@ -274,7 +288,7 @@ proptest! {
         match agree_in_lockstep(&histories()) {
             Ok(_) => prop_assert!(lens[0] == lens[1] && at >= lens[1]),
             Err(AgreementError::Disagreed(disagreement)) => {
-                let heap = disagreement.first_heap().expect("a heap");
+                let heap = disagreement.first_heap().expect("a heap should differ");
                 prop_assert!((heap.first_op..=heap.last_op).contains(&first), "{first}: {disagreement}");
                 prop_assert!(heap.first_op >= agreed, "{agreed}: {disagreement}");
                 let oldest = ends[0].saturating_sub(memories[0].into()).max(ends[1].saturating_sub(memories[1].into()));

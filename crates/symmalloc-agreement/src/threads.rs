@@ -175,7 +175,7 @@ mod tests {
             let mut verdicts: Vec<_> = thread::scope(|scope| {
                 let enter = |end: ThreadTransport| scope.spawn(move || end.all_gather(&[1]));
                 let threads: Vec<_> = ends.into_iter().map(enter).collect();
-                threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+                threads.into_iter().map(|thread| thread.join().expect("the thread should not panic")).collect()
             });
             verdicts.push(late.all_gather(&[1]));
             let Err(TransportError::TimedOut { missing: named, .. }) = &verdicts[0] else {

@@ -264,7 +264,7 @@ impl Table {
                 groups.push(Vec::new());
                 used = first + width + 2;
             }
-            groups.last_mut().expect("one group").push(column);
+            groups.last_mut().expect("there should be at least one group").push(column);
         }
         let cells = |row: &Vec<Cell>, group: &[usize]| {
             std::iter::once(&0).chain(group).filter_map(|&column| row.get(column).cloned()).collect()

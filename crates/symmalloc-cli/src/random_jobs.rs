@@ -46,11 +46,11 @@ type Tally = BTreeMap<&'static str, u64>;
 /// Runs a command as a shell would. Returns its JSON output.
 fn run(line: &[&str]) -> Result<(Value, Verdict), CliError> {
     let arguments = ["symmalloc"].iter().chain(line).chain(["--json"].iter());
-    let args = Args::try_parse_from(arguments).expect("valid arguments");
+    let args = Args::try_parse_from(arguments).expect("the arguments should be valid");
     take_printed();
     let verdict = carry_out(&args.command)?;
     let printed = take_printed();
-    Ok((serde_json::from_str(&printed).expect("JSON"), verdict))
+    Ok((serde_json::from_str(&printed).expect("the output should be JSON"), verdict))
 }
 
 /// A job in a file, and its expected numbers.
@@ -65,16 +65,18 @@ struct Job<'a> {
 
 impl<'a> Job<'a> {
     fn read(path: &'a str, folder: &'a Path) -> Self {
-        let args = Args::try_parse_from(["symmalloc", "report", path, "-o", "job.html"]).expect("valid arguments");
+        let args = Args::try_parse_from(["symmalloc", "report", path, "-o", "job.html"])
+            .expect("the arguments should be valid");
         let Command::Report(ReportArgs { reading, .. }) = args.command else { unreachable!("it is a report") };
-        let recorded = Recorded::read(Path::new(path), &reading, &PolicyArgs::default()).expect("read");
+        let recorded =
+            Recorded::read(Path::new(path), &reading, &PolicyArgs::default()).expect("the read should succeed");
         let expected = Expected::of(recorded.program(), &recorded.config, PASSES);
         let served = expected.placements.iter().flatten().count() as u64;
         Job { path, folder, recorded, expected, served }
     }
 
     fn file(&self, name: &str) -> String {
-        self.folder.join(name).to_str().expect("UTF-8").to_owned()
+        self.folder.join(name).to_str().expect("the path should be UTF-8").to_owned()
     }
 
     /// Checks all commands.
@@ -114,7 +116,8 @@ impl<'a> Job<'a> {
 
     fn check_replay(&self) -> Value {
         let record = self.file("placed.trace");
-        let (mut replayed, verdict) = run(&["replay", self.path, "--ranks", "2", "--record", &record]).expect("replay");
+        let (mut replayed, verdict) =
+            run(&["replay", self.path, "--ranks", "2", "--record", &record]).expect("`replay` should succeed");
         let replayed = replayed[0].take();
         let Expected { first, all, refused_most, .. } = &self.expected;
         assert_eq!(replayed["aligned"], true, "ranks differ: {}", replayed["first_divergence"]);
@@ -124,7 +127,8 @@ impl<'a> Job<'a> {
         assert_eq!(replayed["peak_reserved_bytes"], all.reserved_bytes, "replay: reserved");
         assert_eq!(replayed["refused"], *refused_most, "replay: refused");
         assert_eq!(verdict, if *refused_most > 0 { Verdict::Refused } else { Verdict::Agree }, "replay");
-        let placed = read_bytes(&std::fs::read(&record).unwrap(), &ReadOptions::default()).expect("placements");
+        let placed = read_bytes(&std::fs::read(&record).unwrap(), &ReadOptions::default())
+            .expect("the recording should contain placements");
         let allocations = placed.records.iter().filter(|record| matches!(record.op, Op::Allocate { .. }));
         let placements: Vec<Option<Placement>> = allocations.map(|record| record.placement).collect();
         assert_eq!(placements, self.expected.placements, "replay: placements");
@@ -137,7 +141,7 @@ impl<'a> Job<'a> {
         match run(&["chart", self.path, "-o", &self.file("job.svg")]) {
             Err(CliError::NothingToShow { .. }) => assert_eq!((self.served, refused), (0, 0), "nothing to show"),
             charted => {
-                let (charted, _) = charted.expect("chart");
+                let (charted, _) = charted.expect("`chart` should succeed");
                 assert_eq!(charted["live"]["peak_bytes"], live_bytes, "chart: live");
                 assert_eq!(charted["reserved"]["peak_bytes"], reserved_bytes, "chart: reserved");
                 assert!(charted["allocated"]["peak_bytes"].as_u64() >= Some(live_bytes), "chart: allocated");
@@ -145,11 +149,12 @@ impl<'a> Job<'a> {
             }
         }
         let snapshot = self.file("ours.pickle");
-        let (exported, _) = run(&["export", self.path, &snapshot]).expect("export");
+        let (exported, _) = run(&["export", self.path, &snapshot]).expect("`export` should succeed");
         assert_eq!(exported["allocations"], self.served, "export");
         assert_eq!(exported["refused"], refused, "export");
         if self.served > 0 {
-            let (imported, _) = run(&["import", &snapshot, &self.file("again.trace")]).expect("import");
+            let (imported, _) =
+                run(&["import", &snapshot, &self.file("again.trace")]).expect("`import` should succeed");
             assert_eq!(imported["allocs"], self.served, "export, and import again");
             assert_eq!(imported["lived_before"], 0, "export, and import again");
             assert_eq!(imported["recorded_reserved_bytes_peak"], reserved_bytes, "export, and import again");
@@ -164,18 +169,19 @@ impl<'a> Job<'a> {
                 assert_eq!((self.served, first.refused), (0, 0), "nothing to report");
                 return None;
             }
-            report => report.expect("report").0,
+            report => report.expect("`report` should succeed").0,
         };
         assert_eq!(report["live"]["peak_bytes"], first.live_bytes, "report: live");
         assert_eq!(report["refused"], first.refused, "report: refused");
         assert_eq!(report["reserved"]["peak_bytes"], first.reserved_bytes, "report: reserved");
         assert_eq!(report["steady_reserved_bytes"], all.reserved_bytes, "report: steady");
-        let settings = report["settings"].as_array().expect("settings");
-        let own = settings.iter().find(|setting| setting["is_own"] == true).expect("the job's own");
+        let settings = report["settings"].as_array().expect("the report should list settings");
+        let own =
+            settings.iter().find(|setting| setting["is_own"] == true).expect("the job's own settings should be listed");
         assert_eq!(own["peak_reserved_bytes"], all.reserved_bytes, "report: own settings");
         assert_eq!(own["refused"], all.refused, "report: own settings");
         for setting in settings {
-            let number = |key: &str| setting[key].as_u64().expect("a number");
+            let number = |key: &str| setting[key].as_u64().expect("it should be a number");
             let is_better = (number("refused"), number("peak_reserved_bytes")) < (all.refused, all.reserved_bytes);
             assert_eq!(setting["is_better"], is_better, "report: {setting}");
         }
@@ -183,7 +189,8 @@ impl<'a> Job<'a> {
     }
 
     fn check_share(&self, replayed: &Value, report: Option<&Value>) {
-        let (shared, _) = run(&["chart", self.path, "--share", "-o", &self.file("share.svg")]).expect("chart --share");
+        let (shared, _) = run(&["chart", self.path, "--share", "-o", &self.file("share.svg")])
+            .expect("`chart --share` should succeed");
         let Numbers { live_bytes, reserved_bytes, refused } = self.expected.all;
         assert_eq!(shared["symmalloc_bytes"], reserved_bytes, "chart --share");
         assert_eq!(shared["peak_live_bytes"], live_bytes, "chart --share: live");
@@ -207,7 +214,7 @@ impl<'a> Job<'a> {
                 assert_eq!(written.err().map(|error| reason(&error)), Some(reason(&error)), "plan and plan -o");
                 return;
             }
-            planned => planned.expect("plan"),
+            planned => planned.expect("`plan` should succeed"),
         };
         assert_eq!(planned.1, Verdict::Agree, "plan: the reservations do not hold: {}", planned.0);
         let planned = &planned.0[0];
@@ -227,7 +234,7 @@ impl<'a> Job<'a> {
                 assert_eq!(report["plan"][key], planned[key], "report and plan: {key}");
             }
         }
-        let live = planned["peak_live_bytes"].as_u64().expect("a number");
+        let live = planned["peak_live_bytes"].as_u64().expect("it should be a number");
         let sleeps = self.recorded.program().ops().iter().any(|op| matches!(op, Op::Sleep { .. }));
         assert!(sleeps || planned["planned_bytes"].as_u64() >= Some(live), "plan: live bytes exceed planned bytes");
         if planned["refused"] == 0 && refused == 0 {
@@ -239,19 +246,19 @@ impl<'a> Job<'a> {
     /// Checks that `plan -o` writes the same plan, and that `replay --plan` follows it.
     fn check_followed(&self, planned: &Value) {
         let file = self.file("job.plan");
-        let (written, _) = run(&["plan", self.path, "-o", &file]).expect("plan -o");
+        let (written, _) = run(&["plan", self.path, "-o", &file]).expect("`plan -o` should succeed");
         for key in ["planned_bytes", "online_bytes", "refused", "plans", "plan_bytes", "planned_ops_share", "waits"] {
             assert_eq!(written[0][key], planned[key], "plan and plan -o: {key}");
         }
         let line = ["replay", self.path, "--plan", &file, "--ranks", "2"];
-        let followed = run(&line).expect("replay --plan").0[0].take();
+        let followed = run(&line).expect("`replay --plan` should succeed").0[0].take();
         assert_eq!(followed["aligned"], true, "ranks that follow the plan differ: {}", followed["first_divergence"]);
         assert_eq!(followed["peak_reserved_bytes"], planned["planned_bytes"], "replay --plan");
         assert_eq!(followed["peak_live_bytes"], planned["peak_live_bytes"], "replay --plan: live");
         assert_eq!(followed["planned_ops_share"], planned["planned_ops_share"], "replay --plan: share");
         assert_eq!(followed["refused"] == 0, planned["refused"] == 0, "replay --plan: refused");
-        let (charted, _) =
-            run(&["chart", self.path, "--plan", &file, "-o", &self.file("planned.svg")]).expect("chart --plan");
+        let (charted, _) = run(&["chart", self.path, "--plan", &file, "-o", &self.file("planned.svg")])
+            .expect("`chart --plan` should succeed");
         assert_eq!(
             charted["plan"]["reserved"]["peak_bytes"], followed["first_pass"]["peak_reserved_bytes"],
             "chart --plan and replay --plan"
@@ -277,11 +284,11 @@ fn check(seed: u64, tally: &mut Tally) -> Result<(), String> {
     let late = if random.below(3) == 0 { late::recording(&records, format, &mut random) } else { None };
     let checked = catch_unwind(AssertUnwindSafe(|| {
         *tally.entry("jobs").or_default() += 1;
-        Job::read(path.to_str().expect("UTF-8"), folder.path()).check(tally);
+        Job::read(path.to_str().expect("the path should be UTF-8"), folder.path()).check(tally);
         if let Some((file, beginning)) = late {
             let path = folder.path().join(format.file_name());
             std::fs::write(&path, file).unwrap();
-            let job = Job::read(path.to_str().expect("UTF-8"), folder.path());
+            let job = Job::read(path.to_str().expect("the path should be UTF-8"), folder.path());
             let Summary { lived_before, lived_before_bytes, is_overwritten, .. } = job.recorded.recording.summary;
             assert_eq!(lived_before, beginning.lived_before, "{format:?}: lived before");
             assert_eq!(lived_before_bytes, beginning.lived_before_bytes, "{format:?}: lived before");

@@ -116,27 +116,44 @@ fn is_served<T>(answer: &Result<T, BackendError>) -> bool {
 }
 
 fn reserve(backend: &impl Backend, granules: u64) -> Range {
-    backend.reserve(granules * backend.granularity_bytes()).expect("reserve")
+    backend.reserve(granules * backend.granularity_bytes()).expect("the backend should reserve addresses")
 }
 
 fn map(backend: &impl Backend, range: Range, granules: std::ops::Range<u64>) {
     let granularity = backend.granularity_bytes();
     let size = (granules.end - granules.start) * granularity;
-    backend.map(range, granules.start * granularity, size).expect("map");
+    backend
+        .map(range, granules.start * granularity, size)
+        .expect("the backend should map memory into a reserved range");
 }
 
 fn unmap(backend: &impl Backend, range: Range, granules: std::ops::Range<u64>) {
     let granularity = backend.granularity_bytes();
     let size = (granules.end - granules.start) * granularity;
-    backend.unmap(range, granules.start * granularity, size).expect("unmap");
+    backend.unmap(range, granules.start * granularity, size).expect("the backend should unmap mapped memory");
 }
 
 fn record(backend: &impl Backend, stream: StreamId) -> Event {
-    backend.record(stream).expect("record")
+    backend.record(stream).expect("the backend should record an event")
 }
 
 fn is_done(backend: &impl Backend, event: Event) -> bool {
-    backend.query(event).expect("query")
+    backend.query(event).expect("the backend should answer a query of an event")
+}
+
+/// Releases a range that has no memory.
+fn release(backend: &impl Backend, range: Range) {
+    backend.release(range).expect("the backend should release a range without memory");
+}
+
+/// Makes a stream wait for an event.
+fn wait(backend: &impl Backend, stream: StreamId, event: Event) {
+    backend.wait(stream, event).expect("the backend should make a stream wait for an event");
+}
+
+/// Blocks until the work of a stream is done.
+fn synchronize(backend: &impl Backend, stream: StreamId) {
+    backend.synchronize(stream).expect("the backend should wait for a stream");
 }
 
 fn the_granularity_is_a_power_of_two_of_at_least_512_bytes_and_stays(backend: &impl Backend) {
@@ -146,7 +163,7 @@ fn the_granularity_is_a_power_of_two_of_at_least_512_bytes_and_stays(backend: &i
     map(backend, range, 0..1);
     assert_eq!(backend.granularity_bytes(), granularity);
     unmap(backend, range, 0..1);
-    backend.release(range).expect("release");
+    release(backend, range);
 }
 
 fn ranges_are_aligned_and_as_long_as_asked(backend: &impl Backend) {
@@ -155,14 +172,14 @@ fn ranges_are_aligned_and_as_long_as_asked(backend: &impl Backend) {
         assert!(range.base.0.is_multiple_of(backend.granularity_bytes()), "{range:?}");
         assert_ne!(range.base.0, 0);
         assert_eq!(range.size_bytes, granules * backend.granularity_bytes());
-        backend.release(range).expect("release");
+        release(backend, range);
     }
 }
 
 fn ranges_do_not_overlap(backend: &impl Backend) {
     let mut ranges: Vec<Range> = (0..40).map(|i| reserve(backend, 1 + i % 5)).collect();
     for index in [33, 20, 12, 3] {
-        backend.release(ranges.swap_remove(index)).expect("release");
+        release(backend, ranges.swap_remove(index));
     }
     ranges.extend((0..20).map(|i| reserve(backend, 1 + i % 3)));
     ranges.sort_by_key(|range| range.base);
@@ -170,16 +187,16 @@ fn ranges_do_not_overlap(backend: &impl Backend) {
         assert!(pair[0].base.0 + pair[0].size_bytes <= pair[1].base.0, "{pair:?}");
     }
     for range in ranges {
-        backend.release(range).expect("release");
+        release(backend, range);
     }
 }
 
 fn a_large_range_costs_no_memory(backend: &impl Backend) {
     // 1 TiB: more than any device has.
-    let range = backend.reserve(1 << 40).expect("reserve");
+    let range = backend.reserve(1 << 40).expect("the backend should reserve addresses");
     map(backend, range, 0..1);
     unmap(backend, range, 0..1);
-    backend.release(range).expect("release");
+    release(backend, range);
 }
 
 fn memory_is_mapped_at_the_end_and_into_holes(backend: &impl Backend) {
@@ -189,7 +206,7 @@ fn memory_is_mapped_at_the_end_and_into_holes(backend: &impl Backend) {
     map(backend, range, 6..8);
     map(backend, range, 3..6);
     unmap(backend, range, 0..8);
-    backend.release(range).expect("release");
+    release(backend, range);
 }
 
 fn one_unmap_covers_several_maps(backend: &impl Backend) {
@@ -198,7 +215,7 @@ fn one_unmap_covers_several_maps(backend: &impl Backend) {
         map(backend, range, granule..granule + 1);
     }
     unmap(backend, range, 0..4);
-    backend.release(range).expect("release");
+    release(backend, range);
 }
 
 fn one_unmap_cuts_a_map_in_the_middle(backend: &impl Backend) {
@@ -209,7 +226,7 @@ fn one_unmap_cuts_a_map_in_the_middle(backend: &impl Backend) {
     unmap(backend, range, 5..6);
     unmap(backend, range, 4..5);
     unmap(backend, range, 1..2);
-    backend.release(range).expect("release");
+    release(backend, range);
 }
 
 fn unmapped_granules_can_be_mapped_again(backend: &impl Backend) {
@@ -221,12 +238,12 @@ fn unmapped_granules_can_be_mapped_again(backend: &impl Backend) {
         map(backend, range, 2..3);
     }
     unmap(backend, range, 0..4);
-    backend.release(range).expect("release");
+    release(backend, range);
 }
 
 fn a_range_that_was_never_mapped_can_be_released(backend: &impl Backend) {
     for _ in 0..100 {
-        backend.release(reserve(backend, 3)).expect("release");
+        release(backend, reserve(backend, 3));
     }
 }
 
@@ -235,7 +252,7 @@ fn a_range_that_was_unmapped_can_be_released(backend: &impl Backend) {
         let range = reserve(backend, 2);
         map(backend, range, 0..2);
         unmap(backend, range, 0..2);
-        backend.release(range).expect("release");
+        release(backend, range);
     }
 }
 
@@ -246,51 +263,53 @@ fn neighboring_ranges_are_mapped_and_unmapped_independently(backend: &impl Backe
     }
     for &range in ranges.iter().step_by(2) {
         unmap(backend, range, 0..2);
-        backend.release(range).expect("release");
+        release(backend, range);
     }
     for &range in ranges.iter().skip(1).step_by(2) {
         unmap(backend, range, 1..2);
         map(backend, range, 1..2);
         unmap(backend, range, 0..2);
-        backend.release(range).expect("release");
+        release(backend, range);
     }
 }
 
 fn a_piece_is_mapped_at_several_addresses_if_the_backend_can(backend: &impl Backend) {
     let granularity = backend.granularity_bytes();
     let (home, first, second) = (reserve(backend, 16), reserve(backend, 4), reserve(backend, 4));
-    backend.map_pieces((home, 0), 8 * granularity, 2 * granularity).expect("map");
+    backend.map_pieces((home, 0), 8 * granularity, 2 * granularity).expect("the backend should map memory in pieces");
     if !backend.can_alias() {
         backend.alias((first, 0), (home, 0), 2 * granularity).expect_err("it cannot");
         unmap(backend, home, 0..8);
-        return [home, first, second].into_iter().for_each(|range| backend.release(range).expect("release"));
+        return [home, first, second].into_iter().for_each(|range| release(backend, range));
     }
     // In a different order, twice, and with one of them in two ranges.
     for (range, to, from) in [(first, 0, 6), (first, 2, 2), (second, 2, 6), (second, 0, 0)] {
         let alias = backend.alias((range, to * granularity), (home, from * granularity), 2 * granularity);
-        alias.expect("alias");
+        alias.expect("the backend should map memory a second time");
     }
     unmap(backend, first, 0..4);
     unmap(backend, second, 2..4);
     unmap(backend, second, 0..2);
     unmap(backend, home, 0..8);
-    [home, first, second].into_iter().for_each(|range| backend.release(range).expect("release"));
+    [home, first, second].into_iter().for_each(|range| release(backend, range));
 }
 
 fn an_alias_is_unmapped_and_its_addresses_are_used_again(backend: &impl Backend) {
     let granularity = backend.granularity_bytes();
     let (home, range) = (reserve(backend, 4), reserve(backend, 2));
-    backend.map_pieces((home, 0), 4 * granularity, granularity).expect("map");
+    backend.map_pieces((home, 0), 4 * granularity, granularity).expect("the backend should map memory in pieces");
     for from in 0..4 {
-        backend.alias((range, granularity), (home, from * granularity), granularity).expect("alias");
+        backend
+            .alias((range, granularity), (home, from * granularity), granularity)
+            .expect("the backend should map memory a second time");
         unmap(backend, range, 1..2);
     }
     // The addresses of a former alias can be mapped to separate memory, which is unmapped before the memory of the
     // alias.
-    backend.map_pieces((range, 0), 2 * granularity, granularity).expect("map");
+    backend.map_pieces((range, 0), 2 * granularity, granularity).expect("the backend should map memory in pieces");
     unmap(backend, range, 0..2);
     unmap(backend, home, 0..4);
-    [home, range].into_iter().for_each(|range| backend.release(range).expect("release"));
+    [home, range].into_iter().for_each(|range| release(backend, range));
 }
 
 fn live_events_are_told_apart(backend: &impl Backend) {
@@ -304,31 +323,31 @@ fn live_events_are_told_apart(backend: &impl Backend) {
 fn one_event_is_waited_for_any_number_of_times(backend: &impl Backend) {
     let event = record(backend, S0);
     for stream in [S1, S2, S1, S1, S2] {
-        backend.wait(stream, event).expect("wait");
+        wait(backend, stream, event);
     }
     backend.recycle(event);
-    backend.synchronize(S1).expect("synchronize");
+    synchronize(backend, S1);
 }
 
 fn a_stream_may_wait_for_its_own_event(backend: &impl Backend) {
     let event = record(backend, S0);
-    backend.wait(S0, event).expect("wait");
-    backend.synchronize(S0).expect("synchronize");
+    wait(backend, S0, event);
+    synchronize(backend, S0);
     assert!(is_done(backend, event));
     backend.recycle(event);
 }
 
 fn an_event_outlives_a_wait_and_is_recycled_while_a_stream_waits(backend: &impl Backend) {
     let first = record(backend, S0);
-    backend.wait(S1, first).expect("wait");
+    wait(backend, S1, first);
     let second = record(backend, S1);
     backend.recycle(first);
     // If the implementation reuses the first event, the wait for it must not be lost or reversed.
     let third = record(backend, S2);
-    backend.wait(S0, third).expect("wait");
+    wait(backend, S0, third);
     backend.recycle(third);
     for stream in [S0, S1, S2] {
-        backend.synchronize(stream).expect("synchronize");
+        synchronize(backend, stream);
     }
     assert!(is_done(backend, second));
     backend.recycle(second);
@@ -339,7 +358,7 @@ fn events_are_recycled_in_any_order(backend: &impl Backend) {
     for index in [15, 0, 7, 3, 3] {
         backend.recycle(events.swap_remove(index));
     }
-    backend.synchronize(S0).expect("synchronize");
+    synchronize(backend, S0);
     for event in events {
         assert!(is_done(backend, event));
         backend.recycle(event);
@@ -348,7 +367,7 @@ fn events_are_recycled_in_any_order(backend: &impl Backend) {
 
 fn an_event_that_is_done_stays_done(backend: &impl Backend) {
     let event = record(backend, S0);
-    backend.synchronize(S0).expect("synchronize");
+    synchronize(backend, S0);
     assert!(is_done(backend, event));
     for _ in 0..10 {
         let later = record(backend, S0);
@@ -360,7 +379,7 @@ fn an_event_that_is_done_stays_done(backend: &impl Backend) {
 
 fn synchronize_completes_the_events_of_its_stream(backend: &impl Backend) {
     let events: Vec<Event> = (0..20).map(|_| record(backend, S1)).collect();
-    backend.synchronize(S1).expect("synchronize");
+    synchronize(backend, S1);
     for event in events {
         assert!(is_done(backend, event));
         backend.recycle(event);
@@ -369,10 +388,10 @@ fn synchronize_completes_the_events_of_its_stream(backend: &impl Backend) {
 
 fn synchronize_completes_what_the_stream_waited_for(backend: &impl Backend) {
     let first = record(backend, S0);
-    backend.wait(S1, first).expect("wait");
+    wait(backend, S1, first);
     let second = record(backend, S1);
-    backend.wait(S2, second).expect("wait");
-    backend.synchronize(S2).expect("synchronize");
+    wait(backend, S2, second);
+    synchronize(backend, S2);
     for event in [first, second] {
         assert!(is_done(backend, event));
         backend.recycle(event);
@@ -380,11 +399,11 @@ fn synchronize_completes_what_the_stream_waited_for(backend: &impl Backend) {
 }
 
 fn an_idle_or_unused_stream_can_be_synchronized(backend: &impl Backend) {
-    backend.synchronize(S2).expect("synchronize");
-    backend.synchronize(S2).expect("synchronize");
+    synchronize(backend, S2);
+    synchronize(backend, S2);
     let event = record(backend, S2);
-    backend.synchronize(S2).expect("synchronize");
-    backend.synchronize(S2).expect("synchronize");
+    synchronize(backend, S2);
+    synchronize(backend, S2);
     backend.recycle(event);
 }
 
@@ -392,12 +411,12 @@ fn ten_thousand_events_come_and_go(backend: &impl Backend) {
     for i in 0..10_000u16 {
         let event = record(backend, StreamId(i % 3));
         if i % 7 == 0 {
-            backend.wait(StreamId((i + 1) % 3), event).expect("wait");
+            wait(backend, StreamId((i + 1) % 3), event);
         }
         backend.recycle(event);
     }
     for stream in [S0, S1, S2] {
-        backend.synchronize(stream).expect("synchronize");
+        synchronize(backend, stream);
     }
 }
 
@@ -410,12 +429,12 @@ fn calls_come_from_any_thread(backend: &(impl Backend + Sync)) {
                     let range = reserve(backend, 2);
                     map(backend, range, 0..2);
                     let event = record(backend, own);
-                    backend.wait(next, event).expect("wait");
-                    backend.synchronize(own).expect("synchronize");
+                    wait(backend, next, event);
+                    synchronize(backend, own);
                     assert!(is_done(backend, event));
                     backend.recycle(event);
                     unmap(backend, range, 0..2);
-                    backend.release(range).expect("release");
+                    release(backend, range);
                 }
             });
         }
@@ -439,14 +458,14 @@ fn two_parts(backend: &impl Backend) -> (Range, [Part; 2]) {
 fn give_back(backend: &impl Backend, range: Range) {
     unmap(backend, range, 0..1);
     unmap(backend, range, 2..3);
-    backend.release(range).expect("release");
+    release(backend, range);
 }
 
 fn what_is_saved_outlives_its_memory(backend: &impl Backend) {
     let (range, parts) = two_parts(backend);
     let (first, second) = (
-        backend.save(PoolId::DEFAULT, &parts).expect("save"),
-        backend.save(PoolId::DEFAULT, &parts[..1]).expect("save"),
+        backend.save(PoolId::DEFAULT, &parts).expect("the backend should save contents"),
+        backend.save(PoolId::DEFAULT, &parts[..1]).expect("the backend should save contents"),
     );
     assert_ne!(first, second);
     unmap(backend, range, 0..1);
@@ -454,29 +473,29 @@ fn what_is_saved_outlives_its_memory(backend: &impl Backend) {
     map(backend, range, 0..1);
     map(backend, range, 2..3);
     for _ in 0..2 {
-        backend.load(first, &parts).expect("load");
+        backend.load(first, &parts).expect("the backend should load saved contents");
     }
     backend.discard(first);
-    backend.load(second, &parts[..1]).expect("load");
+    backend.load(second, &parts[..1]).expect("the backend should load saved contents");
     backend.discard(second);
     give_back(backend, range);
 }
 
 fn some_of_what_was_saved_can_be_copied_back(backend: &impl Backend) {
     let (range, parts) = two_parts(backend);
-    let image = backend.save(PoolId::DEFAULT, &parts).expect("save");
-    backend.load(image, &parts[1..]).expect("load");
+    let image = backend.save(PoolId::DEFAULT, &parts).expect("the backend should save contents");
+    backend.load(image, &parts[1..]).expect("the backend should load saved contents");
     let half = Part { size_bytes: parts[0].size_bytes / 2 / 512 * 512, ..parts[0] };
     if half.size_bytes > 0 {
-        backend.load(image, &[half, parts[1]]).expect("load");
+        backend.load(image, &[half, parts[1]]).expect("the backend should load saved contents");
     }
-    backend.load(image, &[]).expect("load");
+    backend.load(image, &[]).expect("the backend should load saved contents");
     backend.discard(image);
     give_back(backend, range);
 }
 
 fn parts_can_be_made_zero(backend: &impl Backend) {
     let (range, parts) = two_parts(backend);
-    backend.zero(&parts).expect("zero");
+    backend.zero(&parts).expect("the backend should zero memory");
     give_back(backend, range);
 }

@@ -158,7 +158,7 @@ pub type Allocator<B> = generic::Allocator<B, lock::Exclusive>;
 /// let allocator = Arc::new(SharedAllocator::new(SimBackend::builder().build(), Config::default())?);
 /// let stream = allocator.register_stream()?;
 /// let other = Arc::clone(&allocator);
-/// let placed = thread::spawn(move || other.allocate(PoolId::DEFAULT, stream, 3 << 20)).join().expect("no panic")?;
+/// let placed = thread::spawn(move || other.allocate(PoolId::DEFAULT, stream, 3 << 20)).join().expect("the thread should not panic")?;
 /// allocator.free(placed.handle)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```

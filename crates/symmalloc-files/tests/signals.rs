@@ -44,7 +44,7 @@ fn write_to(file: &mut File) -> io::Result<()> {
 }
 
 fn closed_pipe() -> File {
-    let (reader, writer) = io::pipe().expect("a pipe");
+    let (reader, writer) = io::pipe().expect("the system should create a pipe");
     drop(reader);
     File::from(std::os::fd::OwnedFd::from(writer))
 }
@@ -137,9 +137,9 @@ const PROGRAMS: [Program; 4] = [
 fn a_failing_write_returns_an_error_and_leaves_signals_to_the_program() {
     for (number, (what, ..)) in WRITES.iter().enumerate() {
         for (program, (handling, _)) in PROGRAMS.iter().enumerate() {
-            let mut child = Command::new(std::env::current_exe().expect("known"));
+            let mut child = Command::new(std::env::current_exe().expect("it should be known"));
             child.args(["--exact", "a_program_writes", "--ignored"]).env("CASE", format!("{number} {program}"));
-            let ended = child.output().expect("started");
+            let ended = child.output().expect("the program should start");
             let text = String::from_utf8_lossy(&ended.stdout);
             assert!(ended.status.success(), "{what}, in a program that {handling}: {}\n{text}", ended.status);
         }
@@ -149,17 +149,22 @@ fn a_failing_write_returns_an_error_and_leaves_signals_to_the_program() {
 #[test]
 #[ignore = "run by another test, in a separate process"]
 fn a_program_writes() {
-    let case = std::env::var("CASE").expect("set");
+    let case = std::env::var("CASE").expect("it should be set");
     let (number, program) = case.split_once(' ').expect("two numbers");
-    let (_, write, signal, expected) = WRITES[number.parse::<usize>().expect("a number")];
-    let (_, run) = PROGRAMS[program.parse::<usize>().expect("a number")];
-    let folder = tempfile::tempdir().expect("a folder");
+    let (_, write, signal, expected) = WRITES[number.parse::<usize>().expect("it should be a number")];
+    let (_, run) = PROGRAMS[program.parse::<usize>().expect("it should be a number")];
+    let folder = tempfile::tempdir().expect("a folder should be created");
     let limit = libc::rlimit { rlim_cur: LIMIT_BYTES, rlim_max: libc::RLIM_INFINITY };
     // SAFETY: a valid limit, in a process that runs only this test.
     assert_eq!(unsafe { libc::setrlimit(RLIMIT_FSIZE, &raw const limit) }, 0);
     run(signal, &|| {
         assert_eq!(write(folder.path()).err().map(|error| error.kind()), expected);
     });
-    let kept: Vec<_> = folder.path().read_dir().expect("readable").map(|entry| entry.expect("read").path()).collect();
+    let kept: Vec<_> = folder
+        .path()
+        .read_dir()
+        .expect("it should be readable")
+        .map(|entry| entry.expect("the read should succeed").path())
+        .collect();
     assert!(kept.iter().all(|path| path.ends_with("file") || path.ends_with("log")), "{kept:?}");
 }

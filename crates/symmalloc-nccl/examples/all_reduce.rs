@@ -144,7 +144,7 @@ pub(crate) fn run(options: &Options) -> Result<Option<Table>, Failure> {
                         })
                     })
                     .collect();
-                threads.into_iter().map(|thread| thread.join().expect("no rank panics")).collect::<Vec<_>>()
+                threads.into_iter().map(|thread| thread.join().expect("no rank should panic")).collect::<Vec<_>>()
             });
             tables.into_iter().collect::<Result<Vec<_>, Failure>>().map(|mut tables| Some(tables.swap_remove(0)))
         }

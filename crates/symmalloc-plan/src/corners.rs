@@ -177,10 +177,10 @@ impl CornerSearch {
                     self.nodes.pop();
                     continue;
                 }
-                let next = self.moves.pop().expect("the list is longer");
+                let next = self.moves.pop().expect("a move should have been appended");
                 unplaced -= usize::from(matches!(next, Move::Place { .. }));
                 runs = self.make(next, begin);
-                self.nodes.last_mut().expect("the node is there").made = Some(next);
+                self.nodes.last_mut().expect("the search should have a current node").made = Some(next);
                 break;
             }
         }

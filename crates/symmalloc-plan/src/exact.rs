@@ -221,7 +221,7 @@ impl ExactSearch {
         while let Some(node) = self.nodes.last() {
             if is_solved {
                 if self.parts.len() > node.parts_end {
-                    let part = self.parts.pop().expect("one more");
+                    let part = self.parts.pop().expect("an unsolved part should be on the stack");
                     self.begin(part);
                     is_solved = false;
                 } else {
@@ -269,7 +269,7 @@ impl ExactSearch {
 
     /// Removes the last node, but leaves its rectangle placed.
     fn leave(&mut self) {
-        let node = self.nodes.pop().expect("a node");
+        let node = self.nodes.pop().expect("the search should have a current node");
         self.lists.truncate(node.lists_end);
         self.candidates.truncate(node.candidates_end);
         self.parts.truncate(node.parts_end);
@@ -277,7 +277,7 @@ impl ExactSearch {
 
     /// Returns the next candidate of the last node, skipping twins.
     fn next_candidate(&mut self) -> Option<Candidate> {
-        let node = self.nodes.last_mut().expect("a node");
+        let node = self.nodes.last_mut().expect("the search should have a current node");
         self.lists.truncate(node.lists_end);
         self.parts.truncate(node.parts_end);
         if node.is_last {
@@ -296,7 +296,7 @@ impl ExactSearch {
     /// Places a candidate and adds the parts that remain to be solved. Returns `false` if the rest cannot fit.
     fn try_candidate(&mut self, Candidate { offset, rank, rectangle }: Candidate) -> bool {
         let fits = self.place(rectangle);
-        let node = self.nodes.last().expect("a node");
+        let node = self.nodes.last().expect("the search should have a current node");
         let sections = node.part.sections.clone();
         let begin = self.lists.len();
         for at in node.part.list.clone() {
@@ -347,7 +347,7 @@ impl ExactSearch {
         }
         self.bridges[inner(self.sections.reach(rectangle))].iter_mut().for_each(|count| *count -= 1);
         self.changes.push(Change::Placed { rectangle });
-        self.nodes.last_mut().expect("a node").is_last = !is_covered;
+        self.nodes.last_mut().expect("the search should have a current node").is_last = !is_covered;
         self.spend(looks);
         fits
     }
@@ -556,7 +556,7 @@ mod tests {
             });
             let heights = least.map(|found| {
                 let (capacity, offsets) = found.expect("high enough");
-                crate::solution::check(&problem, &offsets, capacity).expect("a placement");
+                crate::solution::check(&problem, &offsets, capacity).expect("the solution should be valid");
                 capacity
             });
             prop_assert_eq!(heights, [heights[0]; 15]);

@@ -119,7 +119,10 @@ impl<'a> Repair<'a> {
         keys.sort_unstable_by(|one, other| other.cmp(one));
         let mut order: Vec<u32> = keys.into_iter().map(|(_, item)| item).collect();
         if self.random.below(2) == 0 {
-            let at = order.iter().position(|item| *item == at_top).expect("it is in its window");
+            let at = order
+                .iter()
+                .position(|item| *item == at_top)
+                .expect("a window should contain the rectangle at the top");
             let item = order.remove(at);
             order.insert(self.random.below(at as u64 + 1) as usize, item);
         }
@@ -144,7 +147,8 @@ mod tests {
         let problem = Problem::new((0..500).map(|_| rectangle()).collect()).expect("the problem is valid");
         let decoder = Decoder::new(&problem);
         let order: Vec<u32> = (0..decoder.len() as u32).collect();
-        let before = decoder.decode(&order, Fit::Lowest, u64::MAX, &mut { u64::MAX }).expect("no limit");
+        let before =
+            decoder.decode(&order, Fit::Lowest, u64::MAX, &mut { u64::MAX }).expect("no limit should be reached");
         let repaired = |mut budget: u64| {
             let mut repaired = before.clone();
             Repair::new(&decoder).lower(&mut repaired, problem.lower_bound(), &mut budget);
@@ -168,7 +172,7 @@ mod tests {
             let problem = Problem::periodic(64, rectangles.into_iter().map(rectangle).collect()).expect("the problem is valid");
             let decoder = Decoder::new(&problem);
             let order: Vec<u32> = (0..decoder.len() as u32).collect();
-            let before = decoder.decode(&order, Fit::Lowest, u64::MAX, &mut { u64::MAX }).expect("no limit");
+            let before = decoder.decode(&order, Fit::Lowest, u64::MAX, &mut { u64::MAX }).expect("no limit should be reached");
             let mut repaired = before.clone();
             Repair::new(&decoder).lower(&mut repaired, problem.lower_bound(), &mut { budget });
             prop_assert!(problem.lower_bound() <= repaired.height && repaired.height <= before.height);

@@ -80,7 +80,7 @@ impl Schedule {
         let mut places_used: Vec<u32> = Vec::with_capacity(uses.len());
         for (number, placed) in (0..).zip(step) {
             let place_of = placed.map(|PlacedAllocation { place, .. }| {
-                let first = first_uses.next().expect("every place has a first use");
+                let first = first_uses.next().expect("every place should have a first use");
                 let known = places_used.get(first).copied();
                 let place_of = known.unwrap_or_else(|| {
                     schedule.places.push(place);

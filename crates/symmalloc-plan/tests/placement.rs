@@ -254,16 +254,18 @@ fn invalid_problems_are_refused() {
 
 #[test]
 fn tables_survive_a_round_trip_in_any_column_order() {
-    let (problem, names) = Problem::read_csv("id, size ,start,upper\nb1,4,0,2\nb2,2,1,4\n".as_bytes()).expect("read");
+    let (problem, names) =
+        Problem::read_csv("id, size ,start,upper\nb1,4,0,2\nb2,2,1,4\n".as_bytes()).expect("the read should succeed");
     assert_eq!(names, ["b1", "b2"]);
     let solution = solve(&problem, SearchBudget::default());
     let mut out = Vec::new();
-    solution.write_csv(&problem, &names, &mut out).expect("written");
+    solution.write_csv(&problem, &names, &mut out).expect("the write should succeed");
     assert_eq!(String::from_utf8_lossy(&out), "id,lower,upper,size,offset\nb1,0,2,4,2\nb2,1,4,2,0\n");
-    let (inclusive, _) =
-        Problem::read_csv("buffer_id,start,end,size,alignment\na,0,1,4,1\nb,1,3,2,\n".as_bytes()).expect("read");
+    let (inclusive, _) = Problem::read_csv("buffer_id,start,end,size,alignment\na,0,1,4,1\nb,1,3,2,\n".as_bytes())
+        .expect("the read should succeed");
     assert_eq!(inclusive, problem, "`end` is the last moment of a lifetime");
-    let (repeated, _) = Problem::read_periodic_csv(3, "id,lower,upper,size\na,2,5,4\n".as_bytes()).expect("read");
+    let (repeated, _) =
+        Problem::read_periodic_csv(3, "id,lower,upper,size\na,2,5,4\n".as_bytes()).expect("the read should succeed");
     assert_eq!(repeated.period(), Some(3));
     for (text, output) in [
         ("id,lower,upper\na,0,1\n", "no column `size`; it has id, lower, upper"),

@@ -43,7 +43,7 @@ proptest! {
 
     #[test]
     fn each_user_of_a_place_is_checked_directly_or_transitively(step in step(3)) {
-        let schedule = Schedule::new(&step).expect("nothing overlaps");
+        let schedule = Schedule::new(&step).expect("nothing should overlap");
         let ends = schedule.check_ends();
         // By stream: the allocations that are complete before its next allocation.
         let mut behind = vec![BTreeSet::new(); 3];
@@ -80,7 +80,7 @@ proptest! {
 
     #[test]
     fn a_step_of_one_stream_checks_each_allocation_at_most_twice(step in step(1)) {
-        let schedule = Schedule::new(&step).expect("nothing overlaps");
+        let schedule = Schedule::new(&step).expect("nothing should overlap");
         prop_assert!(schedule.checks().len() <= 2 * step.iter().flatten().count());
     }
 }

@@ -151,7 +151,7 @@ fn serving(seed: u64, batches_per_stream: usize, loading: Loading) -> Vec<Rectan
 fn a_plan_of_a_serving_job_needs_little_more_than_its_live_memory() {
     for loading in [Loading::Direct, Loading::Converted] {
         for seed in 1..=3 {
-            let problem = Problem::new(serving(seed, 20, loading)).expect("a valid job");
+            let problem = Problem::new(serving(seed, 20, loading)).expect("the job should be valid");
             let solution = solve(&problem, SearchBudget(4_000_000));
             assert_eq!(solution.check(&problem), Ok(()));
             let share = problem.lower_bound() as f64 / solution.height() as f64;
@@ -162,7 +162,7 @@ fn a_plan_of_a_serving_job_needs_little_more_than_its_live_memory() {
 
 #[test]
 fn a_watched_search_finds_the_same_and_improves() {
-    let problem = Problem::new(serving(1, 10, Loading::Converted)).expect("a valid job");
+    let problem = Problem::new(serving(1, 10, Loading::Converted)).expect("the job should be valid");
     let mut states = Vec::new();
     let solution = solve_watched(&problem, SearchBudget(1_000_000), |state| states.push(state));
     assert_eq!(solution, solve(&problem, SearchBudget(1_000_000)));

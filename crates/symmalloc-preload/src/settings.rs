@@ -107,7 +107,7 @@ mod tests {
 
     #[test]
     fn no_variables_mean_the_defaults() {
-        let settings = read(&[]).expect("valid");
+        let settings = read(&[]).expect("the text should be valid");
         assert!(!settings.is_watched && !settings.is_ipc && settings.record.is_none() && settings.folder.is_none());
         assert_eq!(settings.config, Config::default());
     }
@@ -115,9 +115,12 @@ mod tests {
     #[test]
     fn a_limit_and_a_configuration_combine() {
         let variables = [("SYMMALLOC_RUN_CONFIG", "segments:fixed"), ("SYMMALLOC_RUN_LIMIT", "1048576")];
-        let settings = read(&variables).expect("valid");
+        let settings = read(&variables).expect("the text should be valid");
         assert_eq!(settings.config.total_limit_bytes(), Some(1 << 20));
-        assert_eq!(settings.config.default_pool(), "segments:fixed".parse::<Config>().expect("valid").default_pool());
+        assert_eq!(
+            settings.config.default_pool(),
+            "segments:fixed".parse::<Config>().expect("the text should be valid").default_pool()
+        );
     }
 
     #[test]

@@ -345,7 +345,7 @@ mod tests {
     /// Connects a peer from one address, and returns its side.
     fn connect(admission: &mut Admission) -> UnixStream {
         let (ours, theirs) = UnixStream::pair().expect("a pair of sockets");
-        ours.set_nonblocking(true).expect("a socket");
+        ours.set_nonblocking(true).expect("the socket should accept the setting");
         admission.admit(ours.into(), Some(Ipv4Addr::LOCALHOST.into()), 0);
         theirs
     }
@@ -359,7 +359,7 @@ mod tests {
     fn flood(admission: &mut Admission, bytes: &[u8]) -> Vec<UnixStream> {
         let flood = (0..PEERS_PER_ADDRESS_MAX + 10).map(|_| {
             let mut stranger = connect(admission);
-            stranger.write_all(bytes).expect("connected");
+            stranger.write_all(bytes).expect("the connection should be open");
             stranger
         });
         flood.collect()
@@ -372,7 +372,7 @@ mod tests {
             let mut admission = admission(has_key);
             let mut rank = connect(&mut admission);
             admission.peers[0].awaited = Awaited::Join(HELLO);
-            rank.write_all(&join_bytes(Duration::ZERO)).expect("connected");
+            rank.write_all(&join_bytes(Duration::ZERO)).expect("the connection should be open");
             for bytes in [&[][..], &HELLO.bytes()] {
                 let _strangers = flood(&mut admission, bytes);
                 // The rank's message is not read yet. Those of the strangers are.
@@ -389,7 +389,7 @@ mod tests {
     fn silent_connections_evict_no_rank_that_is_challenged() {
         let mut admission = admission(true);
         let mut rank = connect(&mut admission);
-        rank.write_all(&HELLO.bytes()).expect("connected");
+        rank.write_all(&HELLO.bytes()).expect("the connection should be open");
         assert!(poll(&mut admission).is_empty());
         let _strangers = flood(&mut admission, &[]);
         assert!(matches!(admission.peers[0].awaited, Awaited::Proof(_)));
@@ -406,7 +406,7 @@ mod tests {
             assert!(admission.len() <= 2 * PEERS_PER_ADDRESS_MAX, "{}", admission.len());
         }
         let mut rank = connect(&mut admission);
-        rank.write_all(&HELLO.bytes()).expect("connected");
+        rank.write_all(&HELLO.bytes()).expect("the connection should be open");
         let mut ready = vec![false; admission.len()];
         *ready.last_mut().expect("the rank is the last peer") = true;
         assert!(admission.poll(&ready, |_, _, _| false).is_empty());

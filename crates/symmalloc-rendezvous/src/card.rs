@@ -256,7 +256,7 @@ mod tests {
     const TOKEN: Token = [7; TOKEN_BYTES];
 
     fn card(outcome: Option<Outcome>) -> Card {
-        let network = |address: &str| Endpoint::Network(address.parse().expect("an address"));
+        let network = |address: &str| Endpoint::Network(address.parse().expect("the value should be an address"));
         let local = Endpoint::Local(LocalName::from_text("symmalloc-0-7"));
         Card { token: TOKEN, endpoints: vec![local, network("192.0.2.1:4000"), network("[2001:db8::1]:5")], outcome }
     }
@@ -268,7 +268,7 @@ mod tests {
 
     #[test]
     fn a_card_has_the_documented_layout() {
-        let endpoints = vec![Endpoint::Network("192.0.2.1:258".parse().expect("an address"))];
+        let endpoints = vec![Endpoint::Network("192.0.2.1:258".parse().expect("the value should be an address"))];
         let bytes = Card { token: TOKEN, endpoints, outcome: Some(missing()) }.bytes();
         let expected = [
             &b"symmcrd6"[..],

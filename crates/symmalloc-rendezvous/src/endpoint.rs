@@ -404,14 +404,14 @@ mod tests {
                 println!("skipped: only root can create network namespaces, with the program `ip`");
                 return;
             }
-            let listener = listen_everywhere().expect("a port");
+            let listener = listen_everywhere().expect("a port should be free");
             for ip in [IpAddr::from(Ipv4Addr::LOCALHOST), Ipv6Addr::LOCALHOST.into()] {
                 let address = SocketAddr::new(ip, listener.number() as u16);
                 TcpStream::connect(address).unwrap_or_else(|error| panic!("{address}: {error}"));
             }
         })
         .join()
-        .expect("no panic");
+        .expect("the thread should not panic");
     }
 
     #[test]
@@ -419,7 +419,7 @@ mod tests {
         let names = names(u64::from(std::process::id()), 0, None);
         let _listener = names[1].listen().expect("the address is free");
         assert!(names[0].connect().is_err(), "nobody listens");
-        let connection = names[1].connect().expect("listening");
-        assert_eq!(foreign_user(&connection).expect("connected"), None);
+        let connection = names[1].connect().expect("a process should listen");
+        assert_eq!(foreign_user(&connection).expect("the connection should succeed"), None);
     }
 }

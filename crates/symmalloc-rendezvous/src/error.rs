@@ -16,8 +16,8 @@ use thiserror::Error;
 pub enum RendezvousError {
     /// The environment does not specify where the ranks meet.
     #[error(
-        "the ranks are on several machines and no meeting place is known: looked for SYMMALLOC_RENDEZVOUS, for MASTER_ADDR and MASTER_PORT, \
-         and for an identifier of the job from {launcher}, which names a folder in the home directory. Set \
+        "the ranks run on several machines, and this rank found no place to meet the others: neither SYMMALLOC_RENDEZVOUS nor MASTER_ADDR and \
+         MASTER_PORT are set, and {launcher} set no identifier of the job, which would name a folder in the home directory. Set \
          SYMMALLOC_RENDEZVOUS=host:port (a free port on rank 0's machine) or SYMMALLOC_RENDEZVOUS=/a/folder/that/all/machines/share, the \
          same on every rank"
     )]
@@ -27,9 +27,9 @@ pub enum RendezvousError {
     },
     /// The ranks are to meet in a shared folder, and nothing distinguishes their job from others that use it.
     #[error(
-        "SYMMALLOC_RENDEZVOUS is a folder, and {launcher} gives this job no identifier, so it could meet another job there: set MASTER_ADDR \
-         and MASTER_PORT to an address that no other job uses, the same on every rank (torchrun sets both, and `--rdzv-id` suffices), or \
-         SYMMALLOC_RENDEZVOUS=host:port"
+        "this rank could meet the ranks of another job in the folder SYMMALLOC_RENDEZVOUS, because {launcher} set no identifier of the job: set \
+         MASTER_ADDR and MASTER_PORT to an address that no other job uses, the same on every rank (torchrun sets both, and `--rdzv-id` \
+         suffices), or SYMMALLOC_RENDEZVOUS=host:port"
     )]
     UnnamedJob {
         /// The launcher that started this rank.
@@ -37,8 +37,8 @@ pub enum RendezvousError {
     },
     /// The job needs a folder, and the environment does not specify the home directory.
     #[error(
-        "the ranks are on several machines and no meeting place is known: looked for SYMMALLOC_RENDEZVOUS, for MASTER_ADDR and MASTER_PORT, \
-         and for a home directory in XDG_STATE_HOME and HOME. Set one of them, the same on every rank"
+        "the ranks run on several machines, and this rank found no place to meet the others: none of SYMMALLOC_RENDEZVOUS, MASTER_ADDR with \
+         MASTER_PORT, XDG_STATE_HOME and HOME is set. Set one of them, the same on every rank"
     )]
     NoHome,
     /// The value of an environment variable is not UTF-8.
@@ -86,7 +86,7 @@ pub enum RendezvousError {
     },
     /// Some ranks did not arrive before the earliest deadline among the ranks that did arrive. All ranks that arrived return this error.
     #[error(
-        "{}{} did not arrive within {waited:?}: look for errors of missing ranks{}",
+        "{}{} did not arrive within {waited:?}: check the output of the missing ranks{}",
         Ranks(&missing.iter().copied().collect()), More(*more), Found(found)
     )]
     Missing {
@@ -102,8 +102,8 @@ pub enum RendezvousError {
     },
     /// Rank 0 accepted this rank, and then reported nothing until this rank's deadline.
     #[error(
-        "rank 0 accepted this rank and then did not start the job within {waited:?}: it is stopped, overloaded, or cannot be reached any more. \
-         Look at rank 0"
+        "rank 0 accepted this rank, but did not report within {waited:?} whether all ranks arrived: rank 0 is stopped or overloaded, or its \
+         machine can no longer be reached. Check the output of rank 0"
     )]
     NoOutcome {
         /// Time that this rank waited.
@@ -111,7 +111,7 @@ pub enum RendezvousError {
     },
     /// Nobody set a key of the store in time. Ranks return this error if rank 0 never reached the store.
     #[error(
-        "nobody set {key} in the store within {waited:?}: rank 0 failed before, is late, or uses another store. Look for its error"
+        "no rank wrote {key} to the store within {waited:?}: rank 0 failed earlier, is late, or uses a different store. Check the output of rank 0"
     )]
     KeyMissing {
         /// The key for which this rank waited.
@@ -121,8 +121,8 @@ pub enum RendezvousError {
     },
     /// The store that the launcher runs cannot be reached.
     #[error(
-        "the launcher's store at {address} (MASTER_ADDR and MASTER_PORT) cannot be reached within {waited:?} ({kind}): check that the \
-         launcher runs and that the firewall admits this port, or set SYMMALLOC_RENDEZVOUS"
+        "this rank could not connect to the launcher's store at {address} (MASTER_ADDR and MASTER_PORT) within {waited:?} ({kind}): check that \
+         the launcher runs and that the firewall admits this port, or set SYMMALLOC_RENDEZVOUS"
     )]
     StoreUnreachable {
         /// The address of the store.
@@ -142,7 +142,7 @@ pub enum RendezvousError {
         address: String,
     },
     /// A file of the shared folder cannot be read or written.
-    #[error("the shared folder cannot be used: {} ({kind}). Set SYMMALLOC_RENDEZVOUS to a folder that this user can write", path.display())]
+    #[error("this rank cannot use {} for the meeting of the ranks ({kind}): set SYMMALLOC_RENDEZVOUS to a folder that this user can write", path.display())]
     Folder {
         /// The file or folder.
         path: PathBuf,
@@ -151,7 +151,7 @@ pub enum RendezvousError {
     },
     /// Another user could change the shared folder.
     #[error(
-        "the shared folder is not safe: user {user} owns {}. Set SYMMALLOC_RENDEZVOUS to a folder below one that belongs to you", path.display()
+        "user {user} owns {}, and could change the files of this job: set SYMMALLOC_RENDEZVOUS to a folder that belongs to you", path.display()
     )]
     FolderOwner {
         /// The part of the path that belongs to another user.
@@ -160,13 +160,15 @@ pub enum RendezvousError {
         user: u32,
     },
     /// Other users can write the shared folder.
-    #[error("the shared folder is not safe: others can write {}. Run `chmod go-w` on it, or choose another folder", path.display())]
+    #[error("other users can write to {}, and could change the files of this job: run `chmod go-w` on it, or choose another folder", path.display())]
     FolderWritable {
         /// The part of the path that others can write.
         path: PathBuf,
     },
     /// A key or a value is too long for a store.
-    #[error("a key of {key_bytes} bytes with a value of {value_bytes} bytes: a store takes up to 256 and 65536")]
+    #[error(
+        "the store rejects a key of {key_bytes} bytes with a value of {value_bytes} bytes: use a key of at most 256 bytes and a value of at most 65536"
+    )]
     TooLong {
         /// Length of the key.
         key_bytes: usize,
@@ -174,7 +176,9 @@ pub enum RendezvousError {
         value_bytes: usize,
     },
     /// A store has reached its size limit.
-    #[error("the store is full: it takes at most {bytes_max} bytes. Use fewer keys or shorter values for one job")]
+    #[error(
+        "the store rejects another value, because its limit of {bytes_max} bytes is reached: use fewer keys or shorter values for one job"
+    )]
     StoreFull {
         /// Maximum total size of the store's keys and values.
         bytes_max: usize,
@@ -188,7 +192,9 @@ pub enum RendezvousError {
         waited: Duration,
     },
     /// The system cannot start a thread.
-    #[error("cannot create a thread ({kind}): raise the limit on processes (`ulimit -u`)")]
+    #[error(
+        "the operating system did not create a thread for the meeting of the ranks ({kind}): raise the limit on processes (`ulimit -u`)"
+    )]
     Thread {
         /// The system's error.
         kind: io::ErrorKind,
@@ -246,13 +252,13 @@ pub enum RendezvousError {
         bytes_min: usize,
     },
     /// The system does not provide random numbers.
-    #[error("the system provides no random numbers ({kind}): allow the system call getrandom")]
+    #[error("the operating system returned no random numbers ({kind}): allow this process to call getrandom")]
     Random {
         /// The system's error.
         kind: io::ErrorKind,
     },
     /// Another process has already joined with this rank. The later process returns this error.
-    #[error("another process has already joined as rank {rank}: the launcher gave two processes the same rank")]
+    #[error("another process has already joined as rank {rank}: start each process with a different rank")]
     RankTwice {
         /// The rank.
         rank: u32,
@@ -286,7 +292,7 @@ impl fmt::Display for Found<'_> {
 #[non_exhaustive]
 pub enum EndpointAnswer {
     /// The connection was refused.
-    #[error("nothing listens")]
+    #[error("no process listens there")]
     NotListening,
     /// The connection failed for another reason.
     #[error("it cannot be reached ({kind})")]
@@ -298,13 +304,13 @@ pub enum EndpointAnswer {
     #[error("a process accepts connections, and does not answer")]
     Silent,
     /// A process answered that does not use this protocol.
-    #[error("a process answers with another protocol")]
+    #[error("a process answers with a different protocol")]
     Foreign,
     /// A process gave an answer that no rank 0 gives to this rank, or without a required proof.
-    #[error("a process poses as rank 0, and contradicts itself")]
+    #[error("a process claims to be rank 0, but its answer cannot be one of rank 0")]
     Contradiction,
     /// A rank 0 of another job, or of one with another number of ranks.
-    #[error("rank 0 of another job")]
+    #[error("rank 0 of a different job")]
     DifferentJob,
     /// A rank 0 of another version.
     #[error("a rank 0 that uses version {version} of the rendezvous")]
@@ -319,7 +325,7 @@ pub enum EndpointAnswer {
     #[error("a rank 0 with a job secret")]
     SecretNeeded,
     /// A rank 0 with another job secret.
-    #[error("a rank 0 with another job secret")]
+    #[error("a rank 0 with a different job secret")]
     SecretMismatch,
 }
 
@@ -341,26 +347,26 @@ impl fmt::Display for Answers<'_> {
             ),
             EndpointAnswer::VersionMismatch { .. } => write!(
                 f,
-                "Rank 0 probably runs another version than this rank, which uses version {VERSION} of the rendezvous: run the same \
+                "Rank 0 probably runs a different version than this rank, which uses version {VERSION} of the rendezvous: run the same \
                  symmalloc version on every rank"
             ),
             EndpointAnswer::DifferentJob => f.write_str(
-                "Rank 0 probably failed or has other settings: look for its error, and check that all ranks have the same job, the same \
+                "Rank 0 probably failed or has different settings: check its output, and check that all ranks have the same job, the same \
                  number of ranks and the same address",
             ),
             EndpointAnswer::Contradiction | EndpointAnswer::Foreign => f.write_str(
-                "Another program probably uses its port: look for rank 0's error, or set SYMMALLOC_RENDEZVOUS to a free port of its \
-                 machine",
+                "Another program probably uses rank 0's port: check the output of rank 0, or set SYMMALLOC_RENDEZVOUS to a free port of \
+                 its machine",
             ),
             EndpointAnswer::Silent => f.write_str(
-                "It is probably stopped or late, or another program uses its port: look at rank 0, or set SYMMALLOC_RENDEZVOUS to a free \
-                 port of its machine",
+                "Rank 0 is probably stopped or late, or another program uses its port: check the output of rank 0, or set \
+                 SYMMALLOC_RENDEZVOUS to a free port of its machine",
             ),
             EndpointAnswer::Unreachable { .. } => f.write_str(
-                "Its machine probably cannot be reached from this one: check the address and the firewall",
+                "Rank 0's machine probably cannot be reached from this one: check the address and the firewall",
             ),
             EndpointAnswer::NotListening => {
-                f.write_str("It probably failed before, or is late: look for the error of rank 0")
+                f.write_str("Rank 0 probably failed earlier, or is late: check its output")
             }
         }?;
         f.write_str(". Answers: ")?;

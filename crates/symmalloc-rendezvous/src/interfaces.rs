@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     fn addresses(texts: &[&str]) -> Vec<IpAddr> {
-        texts.iter().map(|text| text.parse().expect("an address")).collect()
+        texts.iter().map(|text| text.parse().expect("the value should be an address")).collect()
     }
 
     #[test]
@@ -81,7 +81,7 @@ mod tests {
 
     #[test]
     fn the_address_toward_a_peer_comes_first_and_once() {
-        let found = own_addresses(&["127.0.0.1:9".parse().expect("an address"); 2]);
+        let found = own_addresses(&["127.0.0.1:9".parse().expect("the value should be an address"); 2]);
         assert_eq!(found[0], IpAddr::from(Ipv4Addr::LOCALHOST));
         assert_eq!(found.iter().filter(|address| address.is_loopback()).count(), 1);
     }

@@ -289,7 +289,7 @@ mod tests {
 
     #[test]
     fn torchrun_sets_all_fields() {
-        let launch = launch(&TORCH).expect("complete");
+        let launch = launch(&TORCH).expect("the environment should be complete");
         assert_eq!((launch.rank, launch.ranks, launch.local_rank, launch.local_ranks), (5, 8, 1, 4));
         assert_eq!((launch.launcher, launch.job.as_str()), (Launcher::Torchrun, "none"));
     }
@@ -303,7 +303,7 @@ mod tests {
             return;
         }
         let test = "launch::tests::a_variable_that_is_not_utf8_is_malformed_and_not_missing";
-        let mut child = Command::new(std::env::current_exe().expect("this test"));
+        let mut child = Command::new(std::env::current_exe().expect("the test's executable should be known"));
         child.args(["--exact", test]).envs(TORCH).env("RANK", OsStr::from_bytes(b"\xff")).env(CHILD, "");
         let output = child.output().expect("it starts");
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
@@ -319,7 +319,7 @@ mod tests {
             ("OMPI_COMM_WORLD_LOCAL_SIZE", "1"),
             ("PMIX_NAMESPACE", "prterun-7@1"),
         ]);
-        let launch = launch.expect("complete");
+        let launch = launch.expect("it should be complete");
         assert_eq!((launch.rank, launch.ranks, launch.local_rank, launch.local_ranks), (1, 2, 0, 1));
         assert_eq!((launch.launcher, launch.job.as_str()), (Launcher::OpenMpi, "prterun-7@1"));
     }
@@ -333,15 +333,19 @@ mod tests {
             ("MV2_COMM_WORLD_LOCAL_SIZE", "2"),
         ];
         variables.extend(SRUN);
-        let start = launch(&variables).expect("complete");
+        let start = launch(&variables).expect("the environment should be complete");
         assert_eq!((start.rank, start.ranks, start.local_rank, start.local_ranks), (2, 4, 0, 2));
         assert_eq!((start.launcher, start.job.as_str()), (Launcher::Mvapich, ""), "two jobs of one allocation");
         variables.push(("SLURM_STEP_ID", "3"));
-        assert_eq!(launch(&variables).expect("complete").job, "77.3");
+        assert_eq!(launch(&variables).expect("the environment should be complete").job, "77.3");
         variables.push(("SLURM_PTY_PORT", "40123"));
-        assert_eq!(launch(&variables).expect("complete").job, "", "two jobs in one `srun --pty bash`");
+        assert_eq!(
+            launch(&variables).expect("the environment should be complete").job,
+            "",
+            "two jobs in one `srun --pty bash`"
+        );
         variables.push(("PMI_JOBID", "kvs_9"));
-        assert_eq!(launch(&variables).expect("complete").job, "kvs_9.77.3");
+        assert_eq!(launch(&variables).expect("the environment should be complete").job, "kvs_9.77.3");
     }
 
     #[test]
@@ -357,7 +361,7 @@ mod tests {
         let mut variables =
             vec![("PMI_RANK", "3"), ("PMI_SIZE", "4"), ("MPI_LOCALRANKID", "3"), ("MPI_LOCALNRANKS", "4")];
         variables.extend(SRUN);
-        let launch = launch(&variables).expect("complete");
+        let launch = launch(&variables).expect("the environment should be complete");
         assert_eq!((launch.rank, launch.ranks, launch.local_rank, launch.local_ranks), (3, 4, 3, 4));
         assert_eq!((launch.launcher, launch.job.as_str()), (Launcher::Mpich, ""));
     }
@@ -365,7 +369,7 @@ mod tests {
     #[test]
     fn srun_sets_all_fields_with_and_without_pmi() {
         for extra in [vec![], vec![("PMI_RANK", "9"), ("PMI_SIZE", "11")]] {
-            let launch = launch(&[&SRUN[..], &extra].concat()).expect("complete");
+            let launch = launch(&[&SRUN[..], &extra].concat()).expect("the environment should be complete");
             assert_eq!((launch.rank, launch.ranks, launch.local_rank, launch.local_ranks), (9, 11, 1, 3));
             assert_eq!((launch.launcher, launch.job.as_str()), (Launcher::Slurm, "77"));
         }
@@ -382,7 +386,7 @@ mod tests {
     fn variables_of_torchrun_take_precedence_over_mpi() {
         let mut variables = TORCH.to_vec();
         variables.extend([("OMPI_COMM_WORLD_RANK", "0"), ("PMI_RANK", "0"), ("MPI_LOCALRANKID", "0")]);
-        assert_eq!(launch(&variables).expect("complete").launcher, Launcher::Torchrun);
+        assert_eq!(launch(&variables).expect("the environment should be complete").launcher, Launcher::Torchrun);
     }
 
     #[test]

@@ -41,7 +41,7 @@
 //! };
 //! let ids = std::thread::scope(|scope| {
 //!     let other = scope.spawn(|| meet(1));
-//!     Ok::<_, RendezvousError>([meet(0)?.id, other.join().expect("no panic")?.id])
+//!     Ok::<_, RendezvousError>([meet(0)?.id, other.join().expect("the thread should not panic")?.id])
 //! })?;
 //! assert_eq!(ids, [[7; 128]; 2]);
 //! # Ok::<(), Box<dyn std::error::Error>>(())

@@ -370,7 +370,8 @@ mod tests {
     #[test]
     fn a_host_with_many_addresses_has_a_card_that_others_can_read() {
         let named: Vec<IpAddr> = (0..200).flat_map(|last| [[192, 0, 2, last].into(); 8]).collect();
-        let (_listeners, endpoints) = listen(&Reach::Network { toward: Vec::new(), named }).expect("a port");
+        let (_listeners, endpoints) =
+            listen(&Reach::Network { toward: Vec::new(), named }).expect("a port should be free");
         let card = Card { token: [1; 32], endpoints, outcome: None };
         assert_eq!(card.endpoints.len(), ENDPOINTS_MAX);
         assert_eq!(Card::from_bytes(&card.bytes(), 2).expect("a card"), card);

@@ -313,15 +313,16 @@ mod tests {
             assert_eq!(ports(&master), [29501, 29502, 29503, 29504, 29505, 29506, 29507, 29508]);
         }
         let named = [("SYMMALLOC_RENDEZVOUS", "192.0.2.1:4000"), ("MASTER_ADDR", "x"), ("MASTER_PORT", "1")];
-        assert_eq!(ports(&place(&two_machines, &named).expect("an address")), [4000]);
+        assert_eq!(ports(&place(&two_machines, &named).expect("the value should be an address")), [4000]);
         let launcher = Launcher::Torchrun;
         assert_eq!(place(&two_machines, &[]), Err(RendezvousError::NoAddress { launcher }));
     }
 
     #[test]
     fn a_machines_own_name_is_not_a_loopback_address_on_other_machines() {
-        let addresses =
-            |texts: &[&str]| -> Vec<SocketAddr> { texts.iter().map(|it| it.parse().expect("an address")).collect() };
+        let addresses = |texts: &[&str]| -> Vec<SocketAddr> {
+            texts.iter().map(|it| it.parse().expect("the value should be an address")).collect()
+        };
         let debian = addresses(&["127.0.1.1:29500"]);
         assert!(!is_of_this_machine("node7", &debian, false));
         assert!(is_of_this_machine("node7", &debian, true), "all ranks are on one machine");
@@ -329,7 +330,7 @@ mod tests {
         assert!(is_of_this_machine("[::1]", &addresses(&["[::1]:29500"]), false));
         let list = EndpointList { endpoints: vec![Endpoint::Network(([127, 0, 1, 1], 0).into())] };
         let Ok(Listener::Network(listener)) = list.listen() else { panic!("a network address") };
-        assert!(listener.local_addr().expect("bound").ip().is_unspecified());
+        assert!(listener.local_addr().expect("the socket should be bound").ip().is_unspecified());
         assert_eq!(list.reach(), Reach::Network { toward: Vec::new(), named: Vec::new() });
     }
 
@@ -346,9 +347,12 @@ mod tests {
         assert_eq!(place(&two_machines, &unknown), Ok(torch("not-yet.invalid")));
         let here = [("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500"), agent];
         assert_eq!(place(&two_machines, &here), Ok(torch("127.0.0.1")), "two agents on one machine");
-        assert!(is_local(&place(&one_machine, &here).expect("an address")), "a socket admits only this user");
+        assert!(
+            is_local(&place(&one_machine, &here).expect("the value should be an address")),
+            "a socket admits only this user"
+        );
         let by_worker = [elsewhere[0], elsewhere[1], ("TORCHELASTIC_USE_AGENT_STORE", "False")];
-        assert_eq!(ports(&place(&two_machines, &by_worker).expect("an address"))[0], 29501);
+        assert_eq!(ports(&place(&two_machines, &by_worker).expect("the value should be an address"))[0], 29501);
     }
 
     #[test]
@@ -366,7 +370,7 @@ mod tests {
             Launch::from_variables(|name| {
                 if name == "SLURM_JOB_ID" { Some(job.into()) } else { variable(name).map(Into::into) }
             })
-            .expect("complete")
+            .expect("the variables should be complete")
         };
         let (job, other, unnamed) = (launch_of("77"), launch_of("78"), launch_of(""));
         let folder = |launch: &Launch, variables: &[(&str, &str)]| match place(launch, variables) {

@@ -381,10 +381,11 @@ mod tests {
 
     #[test]
     fn only_the_first_thread_joins_and_only_before_the_search_has_ended() {
-        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port should be free");
         let connected = || {
-            let ours = TcpStream::connect(listener.local_addr().expect("bound")).expect("listening");
-            (Connection::from(ours), listener.accept().expect("connected").0)
+            let ours = TcpStream::connect(listener.local_addr().expect("the socket should be bound"))
+                .expect("a process should listen");
+            (Connection::from(ours), listener.accept().expect("the connection should succeed").0)
         };
         let id = [7; SHARED_BYTES];
         for (has_failed, has_joined, is_over) in [

@@ -26,13 +26,13 @@ pub(crate) fn launch(ranks: u32, local_ranks: u32, job: &str) -> Launch {
         ("TORCHELASTIC_RUN_ID", job.to_owned()),
     ];
     let variable = |name: &str| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| value.clone());
-    Launch::from_variables(variable).expect("complete")
+    Launch::from_variables(variable).expect("the variables should be complete")
 }
 
 /// Returns an endpoint at which nobody listens, and the socket that keeps others from using its port.
 fn nobody() -> (OwnedFd, Endpoint) {
-    let socket = socket(AddressFamily::INET, SocketType::STREAM, None).expect("a socket");
-    bind(&socket, &SocketAddr::from(([127, 0, 0, 1], 0))).expect("a free port");
+    let socket = socket(AddressFamily::INET, SocketType::STREAM, None).expect("the socket should accept the setting");
+    bind(&socket, &SocketAddr::from(([127, 0, 0, 1], 0))).expect("a port should be free");
     let address = getsockname(&socket).expect("the socket is bound").try_into().expect("an address of the internet");
     (socket, Endpoint::Network(address))
 }

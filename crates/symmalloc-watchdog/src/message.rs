@@ -49,9 +49,9 @@ impl fmt::Display for Departure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Departure::Closed => f.write_str("its process ended"),
-            Departure::Broken { error } => write!(f, "the connection to it broke ({error})"),
+            Departure::Broken { error } => write!(f, "the connection to its process broke ({error})"),
             Departure::Stalled { unsent_bytes } => {
-                write!(f, "it does not read its connection, and {unsent_bytes} bytes are pending")
+                write!(f, "its process does not read its connection, and {unsent_bytes} bytes are pending for it")
             }
         }
     }

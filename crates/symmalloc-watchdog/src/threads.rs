@@ -128,13 +128,14 @@ mod tests {
         let (done, finished) = channel();
         let also_done = done.clone();
         run(move || {
-            hung.recv().expect("released");
+            hung.recv().expect("the sender should not be dropped");
             also_done.send(0).expect("the receiver is waiting");
         })
-        .expect("a thread");
+        .expect("the system should create a thread");
         for number in 1..40 {
             let done = done.clone();
-            run(move || done.send(number).expect("the receiver is waiting")).expect("a thread");
+            run(move || done.send(number).expect("the receiver is waiting"))
+                .expect("the system should create a thread");
             assert_eq!(finished.recv_timeout(Duration::from_secs(10)), Ok(number));
         }
         release.send(()).expect("the thread is waiting");

@@ -58,21 +58,25 @@ fn findings(records: &[FlightRecord]) -> Vec<Finding> {
 
 #[test]
 fn a_written_record_reads_back() {
-    let folder = tempdir().expect("a folder");
+    let folder = tempdir().expect("a folder should be created");
     let path = folder.path().join("rank0.json");
     let record = rank(0, 2, &[8, 8, 4], 2);
-    fs::write(&path, "older").expect("written");
-    record.write(&path).expect("written");
-    assert_eq!(FlightRecord::read(&path).expect("read"), record);
-    assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 1, "no temporary file is left");
+    fs::write(&path, "older").expect("the write should succeed");
+    record.write(&path).expect("the write should succeed");
+    assert_eq!(FlightRecord::read(&path).expect("the read should succeed"), record);
+    assert_eq!(
+        fs::read_dir(folder.path()).expect("the folder should be readable").count(),
+        1,
+        "no temporary file is left"
+    );
 }
 
 #[test]
 fn other_files_are_not_records() {
-    let folder = tempdir().expect("a folder");
+    let folder = tempdir().expect("a folder should be created");
     let file = |name: &str, text: &str| -> PathBuf {
         let path = folder.path().join(name);
-        fs::write(&path, text).expect("written");
+        fs::write(&path, text).expect("the write should succeed");
         path
     };
     let whole = rank(0, 2, &[8, 8, 4], 2).to_json();
@@ -213,16 +217,16 @@ fn a_rank_without_a_record_is_named() {
 #[test]
 fn a_planted_link_does_not_lead_a_record_to_another_file() {
     use std::os::unix::fs::{MetadataExt, symlink};
-    let folder = tempdir().expect("a folder");
+    let folder = tempdir().expect("a folder should be created");
     let record = FlightRecord::new("node7".to_owned(), "asked for".to_owned(), Vec::new());
     let (victim, path) = (folder.path().join("victim"), folder.path().join("record.json"));
-    fs::write(&victim, "precious").expect("written");
+    fs::write(&victim, "precious").expect("the write should succeed");
     for name in ["record.json".to_owned(), format!("record.json.{}.part", std::process::id())] {
         symlink(&victim, folder.path().join(name)).expect("the link is created");
     }
-    record.write(&path).expect("written");
-    assert_eq!(fs::read(&victim).expect("kept"), b"precious");
-    let written = fs::symlink_metadata(&path).expect("written");
+    record.write(&path).expect("the write should succeed");
+    assert_eq!(fs::read(&victim).expect("the file should be kept"), b"precious");
+    let written = fs::symlink_metadata(&path).expect("the file should have been written");
     assert_eq!((written.is_file(), written.mode() & 0o777), (true, 0o600));
     assert_eq!(FlightRecord::read(&path).expect("the record is complete"), record);
 }

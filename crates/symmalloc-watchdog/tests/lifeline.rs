@@ -34,16 +34,17 @@ fn job(processes: u32) -> Vec<Lifeline> {
 }
 
 fn bare(processes: u32) -> Vec<Lifeline> {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let address = listener.local_addr().expect("bound");
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port should be free");
+    let address = listener.local_addr().expect("the socket should be bound");
     let (mut at_hub, mut others) = (Vec::new(), Vec::new());
     for process in (1..processes).map(ProcessId) {
-        others.push((process, TcpStream::connect(address).expect("listening").into()));
-        at_hub.push((process, listener.accept().expect("accepted").0.into()));
+        others.push((process, TcpStream::connect(address).expect("a process should listen").into()));
+        at_hub.push((process, listener.accept().expect("the connection should be accepted").0.into()));
     }
-    let hub = Lifeline::new(ProcessId(0), processes, at_hub, now()).expect("set up");
-    let other =
-        |(process, stream)| Lifeline::new(process, processes, vec![(ProcessId(0), stream)], now()).expect("set up");
+    let hub = Lifeline::new(ProcessId(0), processes, at_hub, now()).expect("the setup should succeed");
+    let other = |(process, stream)| {
+        Lifeline::new(process, processes, vec![(ProcessId(0), stream)], now()).expect("the setup should succeed")
+    };
     std::iter::once(hub).chain(others.into_iter().map(other)).collect()
 }
 
@@ -121,14 +122,14 @@ fn a_process_that_left_and_ended_is_not_gone_if_the_hub_writes_before_it_reads()
     let leaver = ProcessId(BUSY + 1);
     let (mut at_hub, mut ends) = (Vec::new(), Vec::new());
     for process in (1..=leaver.0).map(ProcessId) {
-        let (hub, end) = UnixStream::pair().expect("two ends");
+        let (hub, end) = UnixStream::pair().expect("the system should create a pair of sockets");
         at_hub.push((process, hub.into()));
         ends.push(end);
     }
     let own = ends.pop().expect("the end of the last process");
-    let mut hub = Lifeline::new(ProcessId(0), leaver.0 + 1, at_hub, Duration::ZERO).expect("set up");
-    let mut other =
-        Lifeline::new(leaver, leaver.0 + 1, vec![(ProcessId(0), own.into())], Duration::ZERO).expect("set up");
+    let mut hub = Lifeline::new(ProcessId(0), leaver.0 + 1, at_hub, Duration::ZERO).expect("the setup should succeed");
+    let mut other = Lifeline::new(leaver, leaver.0 + 1, vec![(ProcessId(0), own.into())], Duration::ZERO)
+        .expect("the setup should succeed");
     hub.endpoint().join(of_world(0), Duration::ZERO);
     other.endpoint().join(of_world(leaver.0), Duration::ZERO);
     other.turn(Duration::ZERO);
@@ -154,10 +155,12 @@ fn a_process_that_left_and_ended_is_not_gone_if_the_hub_writes_before_it_reads()
 
 #[test]
 fn a_process_whose_connection_is_closed_is_gone() {
-    let (at_hub, end) = UnixStream::pair().expect("two ends");
-    let mut hub = Lifeline::new(ProcessId(0), 2, vec![(ProcessId(1), at_hub.into())], Duration::ZERO).expect("set up");
+    let (at_hub, end) = UnixStream::pair().expect("the system should create a pair of sockets");
+    let mut hub = Lifeline::new(ProcessId(0), 2, vec![(ProcessId(1), at_hub.into())], Duration::ZERO)
+        .expect("the setup should succeed");
     let peer = end.try_clone().expect("a second handle");
-    let mut other = Lifeline::new(ProcessId(1), 2, vec![(ProcessId(0), end.into())], Duration::ZERO).expect("set up");
+    let mut other = Lifeline::new(ProcessId(1), 2, vec![(ProcessId(0), end.into())], Duration::ZERO)
+        .expect("the setup should succeed");
     hub.endpoint().join(of_world(0), Duration::ZERO);
     other.endpoint().join(of_world(1), Duration::ZERO);
     other.turn(Duration::ZERO);
@@ -240,10 +243,11 @@ fn is_sigpipe_pending() -> bool {
 #[test]
 fn a_message_to_a_process_that_ended_raises_no_signal() {
     block_sigpipe();
-    let (unix, _) = UnixStream::pair().expect("a pair");
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let tcp = TcpStream::connect(listener.local_addr().expect("bound")).expect("listening");
-    drop(listener.accept().expect("accepted"));
+    let (unix, _) = UnixStream::pair().expect("the system should create a pair of sockets");
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port should be free");
+    let tcp = TcpStream::connect(listener.local_addr().expect("the socket should be bound"))
+        .expect("a process should listen");
+    drop(listener.accept().expect("the connection should be accepted"));
     for mut connection in [Connection::from(unix), Connection::from(tcp)] {
         // The first write to a network socket succeeds, and the next ones report the end.
         while let Ok(_written) = connection.write(b"{}\n") {
@@ -257,12 +261,16 @@ fn a_message_to_a_process_that_ended_raises_no_signal() {
 
 #[test]
 fn foreign_data_breaks_the_connection() {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let mut stranger = TcpStream::connect(listener.local_addr().expect("bound")).expect("listening");
-    let (stream, _) = listener.accept().expect("accepted");
-    let mut hub = [Lifeline::new(ProcessId(0), 2, vec![(ProcessId(1), stream.into())], now()).expect("set up")];
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port should be free");
+    let mut stranger = TcpStream::connect(listener.local_addr().expect("the socket should be bound"))
+        .expect("a process should listen");
+    let (stream, _) = listener.accept().expect("the connection should be accepted");
+    let mut hub =
+        [Lifeline::new(ProcessId(0), 2, vec![(ProcessId(1), stream.into())], now()).expect("the setup should succeed")];
     hub[0].endpoint().join(of_world(0), now());
-    stranger.write_all(b"{\"joined\":{\"rank\":{\"communicator\":1,\"rank\":1}}}\nGET / HTTP/1.1\r\n").expect("sent");
+    stranger
+        .write_all(b"{\"joined\":{\"rank\":{\"communicator\":1,\"rank\":1}}}\nGET / HTTP/1.1\r\n")
+        .expect("the message should be sent");
     let mut events = Vec::new();
     until(&mut hub, |hub| {
         events.extend(hub[0].endpoint().take_events());
@@ -307,13 +315,15 @@ struct Flooded {
 
 impl Flooded {
     fn new() -> Self {
-        let [(hub_1, flood), (hub_2, other)] = [0, 1].map(|_| UnixStream::pair().expect("a pair"));
+        let [(hub_1, flood), (hub_2, other)] =
+            [0, 1].map(|_| UnixStream::pair().expect("the system should create a pair of sockets"));
         let at_hub = vec![(ProcessId(1), hub_1.into()), (ProcessId(2), hub_2.into())];
-        let mut hub = Lifeline::new(ProcessId(0), 3, at_hub, now()).expect("set up");
-        let mut other = Lifeline::new(ProcessId(2), 3, vec![(ProcessId(0), other.into())], now()).expect("set up");
+        let mut hub = Lifeline::new(ProcessId(0), 3, at_hub, now()).expect("the setup should succeed");
+        let mut other = Lifeline::new(ProcessId(2), 3, vec![(ProcessId(0), other.into())], now())
+            .expect("the setup should succeed");
         hub.endpoint().join(of_world(0), now());
         other.endpoint().join(of_world(2), now());
-        flood.set_nonblocking(true).expect("a socket");
+        flood.set_nonblocking(true).expect("the socket should accept the setting");
         let mut both = [hub, other];
         settle(&mut both);
         let [hub, other] = both;
@@ -383,7 +393,10 @@ fn a_flood_of_newlines_disconnects_only_its_sender() {
 #[test]
 fn messages_after_an_invalid_one_are_ignored() {
     let mut flooded = Flooded::new();
-    flooded.flood.write_all(b"nonsense\n{\"joined\":{\"rank\":{\"communicator\":1,\"rank\":1}}}\n").expect("sent");
+    flooded
+        .flood
+        .write_all(b"nonsense\n{\"joined\":{\"rank\":{\"communicator\":1,\"rank\":1}}}\n")
+        .expect("the message should be sent");
     flooded.turn();
     assert_eq!(flooded.hub.endpoint().members(WORLD, now()).len(), 2);
 }
@@ -428,7 +441,10 @@ fn an_endless_message_disconnects_only_its_sender() {
 #[test]
 fn a_process_with_too_much_unread_data_is_gone() {
     let mut flooded = Flooded::new();
-    flooded.flood.write_all(b"{\"joined\":{\"rank\":{\"communicator\":1,\"rank\":1}}}\n").expect("sent");
+    flooded
+        .flood
+        .write_all(b"{\"joined\":{\"rank\":{\"communicator\":1,\"rank\":1}}}\n")
+        .expect("the message should be sent");
     let report = FailureReport { text: "x".repeat(10_000), first_rank: None, stopped_ms: None };
     let mut events = Vec::new();
     for number in 2..4_000 {
@@ -505,16 +521,16 @@ fn messages_with(text: &str) -> Vec<(&'static str, Value)> {
 
 /// Sends a message to a process. Returns the texts that this process then knows.
 fn texts_from(message: &Value) -> Vec<String> {
-    let (mut peer, stream) = UnixStream::pair().expect("a pair");
+    let (mut peer, stream) = UnixStream::pair().expect("the system should create a pair of sockets");
     let is_to_hub = message.get("failed").is_some();
     let (own, other) = if is_to_hub { (0, 1) } else { (2, 0) };
     let connections = vec![(ProcessId(other), stream.into())];
-    let mut process = [Lifeline::new(ProcessId(own), 3, connections, now()).expect("set up")];
+    let mut process = [Lifeline::new(ProcessId(own), 3, connections, now()).expect("the setup should succeed")];
     process[0].endpoint().join(of_world(own), now());
     let sent = format!("{}\n{message}\n", json!({ "joined": { "rank": of_world(1) } }));
-    let (mut texts, mut reader) = (Vec::new(), peer.try_clone().expect("a socket"));
+    let (mut texts, mut reader) = (Vec::new(), peer.try_clone().expect("the socket should accept the setting"));
     std::thread::scope(|scope| {
-        scope.spawn(|| peer.write_all(sent.as_bytes()).expect("sent"));
+        scope.spawn(|| peer.write_all(sent.as_bytes()).expect("the message should be sent"));
         scope.spawn(|| std::io::copy(&mut reader, &mut std::io::sink()));
         until(&mut process, |process| {
             let endpoint = process[0].endpoint();
@@ -602,10 +618,10 @@ proptest! {
         pieces in prop::collection::vec(piece(), 0..400),
         cut in 1..5000_usize,
     ) {
-        let [(hub_1, mut sender), (hub_2, other)] = [0, 1].map(|_| UnixStream::pair().expect("a pair"));
+        let [(hub_1, mut sender), (hub_2, other)] = [0, 1].map(|_| UnixStream::pair().expect("the system should create a pair of sockets"));
         let at_hub = vec![(ProcessId(1), hub_1.into()), (ProcessId(2), hub_2.into())];
-        let mut hub = Lifeline::new(ProcessId(0), 3, at_hub, now()).expect("set up");
-        let mut other = Lifeline::new(ProcessId(2), 3, vec![(ProcessId(0), other.into())], now()).expect("set up");
+        let mut hub = Lifeline::new(ProcessId(0), 3, at_hub, now()).expect("the setup should succeed");
+        let mut other = Lifeline::new(ProcessId(2), 3, vec![(ProcessId(0), other.into())], now()).expect("the setup should succeed");
         hub.endpoint().join(of_world(0), now());
         other.endpoint().join(of_world(2), now());
         other.turn(now());

@@ -42,7 +42,8 @@ impl Process {
         // What a real process sends.
         let (real, mut heard) = UnixStream::pair().expect("descriptors: raise `ulimit -n`");
         let connections = vec![(ProcessId(0), real.into())];
-        let mut lifeline = Lifeline::new(ProcessId(number), processes, connections, Duration::ZERO).expect("set up");
+        let mut lifeline =
+            Lifeline::new(ProcessId(number), processes, connections, Duration::ZERO).expect("the setup should succeed");
         lifeline.endpoint().join(of_world(number), Duration::ZERO);
         let progress = Progress { submitted: 123_456, finished: 123_450, is_destroying: false };
         lifeline.endpoint().set_progress(of_world(number), progress, Duration::ZERO);
@@ -51,12 +52,12 @@ impl Process {
         lifeline.turn(BEAT_EVERY);
         drop(lifeline);
         let mut said = String::new();
-        heard.read_to_string(&mut said).expect("text");
+        heard.read_to_string(&mut said).expect("the contents should be UTF-8");
         let (joined, beat) = said.split_once('\n').expect("a join and a heartbeat");
         let mut process =
             Process { stream: ours, beat: beat.into(), received_bytes: 0, tail: Vec::new(), heard: Vec::new() };
-        process.stream.write_all(format!("{joined}\n").as_bytes()).expect("connected");
-        process.stream.set_nonblocking(true).expect("a socket");
+        process.stream.write_all(format!("{joined}\n").as_bytes()).expect("the connection should be open");
+        process.stream.set_nonblocking(true).expect("the socket should accept the setting");
         (process, hubs)
     }
 
@@ -124,7 +125,7 @@ fn while_hub_runs<R>(lifeline: &mut Lifeline, begun: Instant, act: impl FnOnce()
         let hub = scope.spawn(|| run_hub(lifeline, begun, &is_over));
         let done = act();
         is_over.store(true, Ordering::Relaxed);
-        (done, hub.join().expect("no panic"))
+        (done, hub.join().expect("the thread should not panic"))
     })
 }
 
@@ -173,7 +174,8 @@ fn measure(count: u32) -> [u64; 2] {
     let (mut processes, ends): (Vec<Process>, Vec<UnixStream>) =
         (1..count).map(|number| Process::new(number, count)).unzip();
     let connections = (1..).map(ProcessId).zip(ends.into_iter().map(Into::into)).collect();
-    let mut lifeline = Lifeline::new(ProcessId(0), count, connections, begun.elapsed()).expect("set up");
+    let mut lifeline =
+        Lifeline::new(ProcessId(0), count, connections, begun.elapsed()).expect("the setup should succeed");
     lifeline.endpoint().join(of_world(0), begun.elapsed());
     // The joins.
     while_hub_runs(&mut lifeline, begun, || beat(&mut processes, BEAT_EVERY * 2));

@@ -31,21 +31,21 @@ struct Endable {
 
 impl Endable {
     fn failure(&self) -> FailureCause {
-        let failure = self.failure.lock().expect("no thread panicked");
+        let failure = self.failure.lock().expect("no thread should have panicked");
         let waited = self.ended.wait_timeout_while(failure, PATIENCE, |failure| failure.is_none());
-        let failure = waited.expect("no thread panicked").0.clone();
+        let failure = waited.expect("no thread should have panicked").0.clone();
         failure.expect("the watchdog ends the communicator").cause.clone()
     }
 }
 
 impl Watchable for Endable {
     fn end(&self, failure: &Arc<Failure>) {
-        self.failure.lock().expect("no thread panicked").get_or_insert(Arc::clone(failure));
+        self.failure.lock().expect("no thread should have panicked").get_or_insert(Arc::clone(failure));
         self.ended.notify_all();
     }
 
     fn is_ended(&self) -> bool {
-        !self.hangs && self.failure.lock().expect("no thread panicked").is_some()
+        !self.hangs && self.failure.lock().expect("no thread should have panicked").is_some()
     }
 
     fn state_text(&self) -> String {
@@ -104,11 +104,18 @@ fn in_child(test: &str, body: impl FnOnce()) -> Option<(i32, FlightRecord)> {
         body();
         return None;
     }
-    let folder = tempfile::tempdir().expect("a temporary folder");
+    let folder = tempfile::tempdir().expect("a folder should be created");
     let mut child = Command::new(env::current_exe().expect("the path of the test"));
     child.args(["--exact", test]).env(CHILD_VARIABLE, "1").env("SYMMALLOC_FLIGHT_RECORDS", folder.path());
     let status = child.env_remove("SYMMALLOC_WATCHDOG").status().expect("the process starts");
-    let file = folder.path().read_dir().expect("a folder").next().expect("a flight record").expect("readable").path();
+    let file = folder
+        .path()
+        .read_dir()
+        .expect("the folder should be readable")
+        .next()
+        .expect("a flight record")
+        .expect("it should be readable")
+        .path();
     let record = FlightRecord::read(&file).expect("a flight record");
     Some((status.code().expect("no signal ended the process"), record))
 }
@@ -117,8 +124,8 @@ fn in_child(test: &str, body: impl FnOnce()) -> Option<(i32, FlightRecord)> {
 fn wait_for_record() {
     let folder = env::var_os("SYMMALLOC_FLIGHT_RECORDS").expect("set for the child");
     let is_written = || {
-        let mut entries = std::fs::read_dir(&folder).expect("a folder");
-        entries.any(|entry| entry.expect("readable").path().extension().is_some_and(|it| it == "json"))
+        let mut entries = std::fs::read_dir(&folder).expect("the folder should be readable");
+        entries.any(|entry| entry.expect("it should be readable").path().extension().is_some_and(|it| it == "json"))
     };
     let begun = std::time::Instant::now();
     while !is_written() {

@@ -68,7 +68,7 @@ impl Heap {
     }
 
     fn by_ordinal(&mut self, ordinal: u32) -> &mut Segment {
-        self.segments.iter_mut().find(|segment| segment.ordinal == ordinal).expect("it is live")
+        self.segments.iter_mut().find(|segment| segment.ordinal == ordinal).expect("the allocation should be live")
     }
 
     /// Returns the homes of all granules that are free at home, those of smaller blocks first.

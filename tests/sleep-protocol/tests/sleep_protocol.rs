@@ -1,6 +1,6 @@
 //! Checks that the protocol satisfies its properties in every run of these jobs. The numbers of states are pinned,
 //! because a fault or step that is missing from the model would reduce them and weaken every check. `--
-//! --nocapture` prints the duration of each check; `docs/sleep-protocol.md` has the table.
+//! --nocapture` prints the duration of each check; `docs/sleep-protocol.md` describes the protocol.
 
 use Op::{Sleep, Suspend, Sync, Wake};
 use sleep_protocol::properties::{FAILED, FEWER, IN_PLACE, KEPT, RETRIED, SPLIT, SUSPENDED};
@@ -37,7 +37,7 @@ fn check(job: Job, threads: usize, states: usize, seen: &[&str]) {
     assert_eq!(
         checker.unique_state_count(),
         states,
-        "the number of states of the model changed: update the table in docs/sleep-protocol.md"
+        "the number of states of the model changed: update it here, and in docs/sleep-protocol.md if it is the largest"
     );
 }
 

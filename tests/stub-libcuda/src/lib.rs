@@ -283,7 +283,7 @@ stub! {
             (None, Some(_)) => return Err(CAPTURE_ISOLATION),
             (Some(capture), _) if !state.captures.contains_key(&capture) => return Err(CAPTURED_EVENT),
             (Some(capture), Some(own)) if capture != own => return Err(CAPTURE_ISOLATION),
-            (Some(capture), None) => state.streams.get_mut(&stream).expect("known").capture = Some(capture),
+            (Some(capture), None) => state.streams.get_mut(&stream).expect("it should be known").capture = Some(capture),
             _ => {}
         }
         state.wait(stream, event);
@@ -304,7 +304,7 @@ stub! {
         if state.stream(stream).ok_or(INVALID_HANDLE)?.capture.is_some() { return Err(CAPTURE_UNSUPPORTED); }
         let id = state.handle();
         state.captures.insert(id, Capture::begin(stream, mode));
-        state.streams.get_mut(&stream).expect("known").capture = Some(id);
+        state.streams.get_mut(&stream).expect("it should be known").capture = Some(id);
         Ok(())
     };
     call_in_context cuStreamEndCapture(stream: u64, graph: *mut u64) |state| {

@@ -20,7 +20,7 @@ unsafe fn take(state: &mut State, address: *mut u64, size: usize, pool: Option<u
     let base = state.allocate(size as u64, at).ok_or(OUT_OF_MEMORY)?;
     if !is_captured {
         state.pooled.insert(base, pool);
-        let pool = state.pools.get_mut(&pool).expect("just seen");
+        let pool = state.pools.get_mut(&pool).expect("the element should exist, because it was seen above");
         pool.used += size as u64;
         pool.used_peak = pool.used_peak.max(pool.used);
     }

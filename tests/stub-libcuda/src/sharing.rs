@@ -45,7 +45,8 @@ impl Physical {
 
 /// Opens the file behind a descriptor again, with a separate position.
 fn open_again(process: u64, descriptor: c_int) -> Option<c_int> {
-    let path = std::ffi::CString::new(format!("/proc/{process}/fd/{descriptor}")).expect("no zero byte");
+    let path = std::ffi::CString::new(format!("/proc/{process}/fd/{descriptor}"))
+        .expect("the text should contain no zero byte");
     // SAFETY: the path is a C string.
     let opened = unsafe { libc::open(path.as_ptr(), libc::O_RDWR | libc::O_CLOEXEC) };
     (opened >= 0).then_some(opened)

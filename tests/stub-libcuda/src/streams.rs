@@ -269,12 +269,12 @@ impl State {
         let held_by = Work::Wait { stream: event.stream, seq: event.seq };
         let seq = self.enqueue(stream, if is_captured || !event.is_recorded { Work::Mark } else { held_by });
         if event.is_recorded {
-            self.streams.get_mut(&stream).expect("known").waits.push((seq, event.stream, event.seq));
+            self.streams.get_mut(&stream).expect("it should be known").waits.push((seq, event.stream, event.seq));
         }
     }
 
     fn enqueue(&mut self, stream: u64, work: Work) -> u64 {
-        let known = self.streams.get_mut(&stream).expect("known");
+        let known = self.streams.get_mut(&stream).expect("it should be known");
         known.submitted += 1;
         let seq = known.submitted;
         if !self.options.is_lazy {
@@ -314,7 +314,8 @@ impl State {
                     if !self.external_done.remove(&instance) {
                         if !has_arrived {
                             let front = self.streams.get_mut(&stream).and_then(|stream| stream.queue.front_mut());
-                            *front.expect("just seen") = Work::External { instance, has_arrived: true };
+                            *front.expect("the element should exist, because it was seen above") =
+                                Work::External { instance, has_arrived: true };
                             self.notices.push(Notice::Arrived { instance });
                         }
                         break;
@@ -323,7 +324,7 @@ impl State {
                 }
                 Work::Wait { .. } | Work::Mark => {}
             }
-            let known = self.streams.get_mut(&stream).expect("just seen");
+            let known = self.streams.get_mut(&stream).expect("the element should exist, because it was seen above");
             known.queue.pop_front();
             known.ran += 1;
             has_moved = true;
@@ -407,7 +408,7 @@ impl State {
         if self.streams.get(&stream).is_none_or(|stream| seq <= stream.completed) {
             return true;
         }
-        let known = self.events.get_mut(&event).expect("just seen");
+        let known = self.events.get_mut(&event).expect("the element should exist, because it was seen above");
         known.polls += 1;
         let is_enough = self.options.polls > 0 && known.polls > self.options.polls;
         let has_run = is_enough && self.run(stream, seq);

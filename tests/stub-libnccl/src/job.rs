@@ -348,8 +348,14 @@ impl Job {
                     let bytes =
                         data::read(self.seats[from].base, send.extents.as_deref().unwrap_or_default(), 0, send.bytes);
                     data::write(self.seats[to].base, receive.extents.as_deref().unwrap_or_default(), 0, &bytes);
-                    *self.open(from, to, true).map(|transfer| &mut transfer.is_done).expect("just seen") = true;
-                    *self.open(to, from, false).map(|transfer| &mut transfer.is_done).expect("just seen") = true;
+                    *self
+                        .open(from, to, true)
+                        .map(|transfer| &mut transfer.is_done)
+                        .expect("the element should exist, because it was seen above") = true;
+                    *self
+                        .open(to, from, false)
+                        .map(|transfer| &mut transfer.is_done)
+                        .expect("the element should exist, because it was seen above") = true;
                 }
             }
         }

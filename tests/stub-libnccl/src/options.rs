@@ -36,7 +36,9 @@ pub fn options() -> &'static Options {
                 || std::env::var("NCCL_CHECK_MODE").is_ok_and(|mode| mode.eq_ignore_ascii_case("DEBUG_GLOBAL")),
             reuses_windows: flag("STUB_NCCL_REUSE_WINDOWS"),
             connect_blocks: flag("STUB_NCCL_CONNECT_BLOCKS"),
-            socket_ip: std::env::var("STUB_NCCL_SOCKET_IP").ok().map(|text| text.parse().expect("an address")),
+            socket_ip: std::env::var("STUB_NCCL_SOCKET_IP")
+                .ok()
+                .map(|text| text.parse().expect("it should be an address")),
         }
     })
 }

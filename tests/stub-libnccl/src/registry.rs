@@ -72,7 +72,7 @@ pub fn join(join: Join, link: Link, base: Base) {
         if forming.len() < ranks {
             return;
         }
-        let forming = registry.forming.remove(&id).expect("just seen");
+        let forming = registry.forming.remove(&id).expect("the element should exist, because it was seen above");
         let devices: BTreeSet<_> = forming.values().map(|(join, ..)| join.device).collect();
         if devices.len() < ranks {
             // NCCL's error: "Duplicate GPU detected".

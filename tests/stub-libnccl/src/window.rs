@@ -341,7 +341,7 @@ pub fn deregister(member: &Member, handle: u64) -> c_int {
     if memory.windows > 0 {
         return SUCCESS;
     }
-    let memory = windows.memories.remove(&key).expect("just seen");
+    let memory = windows.memories.remove(&key).expect("the element should exist, because it was seen above");
     windows.space.as_mut().expect("the memory came from this space").give(key, memory.size.next_multiple_of(2 << 20));
     drop(inner);
     member.send(ToJob::Drop { round: memory.round });

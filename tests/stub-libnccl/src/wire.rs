@@ -112,14 +112,14 @@ pub fn listen_on_network(ip: IpAddr) -> u16 {
     static PORT: OnceLock<u16> = OnceLock::new();
     *PORT.get_or_init(|| {
         let listener = TcpListener::bind((ip, 0)).unwrap_or_else(|error| panic!("{ip}: {error}"));
-        let port = listener.local_addr().expect("bound").port();
+        let port = listener.local_addr().expect("the socket should be bound").port();
         std::thread::spawn(move || listener.incoming().flatten().for_each(|stream| accept(of_tcp(stream))));
         port
     })
 }
 
 fn of_tcp(stream: TcpStream) -> File {
-    stream.set_nodelay(true).expect("a socket");
+    stream.set_nodelay(true).expect("the socket should accept the setting");
     File::from(OwnedFd::from(stream))
 }
 
@@ -193,7 +193,7 @@ fn map(process: u32, file: i32) -> Base {
     *lock(&MAPPED).entry(process).or_insert_with(|| {
         let path = format!("/proc/{process}/fd/{file}");
         let file = File::options().read(true).write(true).open(&path).unwrap_or_else(|error| panic!("{path}: {error}"));
-        let bytes = file.metadata().expect("a file").len() as usize;
+        let bytes = file.metadata().expect("the file should be accessible").len() as usize;
         let protection = libc::PROT_READ | libc::PROT_WRITE;
         let flags = libc::MAP_SHARED | libc::MAP_NORESERVE;
         // SAFETY: maps a file at new addresses.

@@ -27,10 +27,10 @@ pub fn while_captured<R>(device: c_int, body: impl FnOnce() -> R) -> (R, Capture
             let _over = is_over.recv_timeout(WAIT_MAX);
             stream.end()
         });
-        has_begun.recv_timeout(WAIT_MAX).expect("the capture begins");
+        has_begun.recv_timeout(WAIT_MAX).expect("the capture should begin");
         let answer = body();
         drop(end);
-        (answer, capture.join().expect("no panic"))
+        (answer, capture.join().expect("the thread should not panic"))
     })
 }
 

@@ -48,8 +48,8 @@ impl Running {
             })
         };
         let mut child = command.spawn().expect("the test can be started again");
-        let stdout = read_all(child.stdout.take().expect("piped"));
-        let stderr = read_all(child.stderr.take().expect("piped"));
+        let stdout = read_all(child.stdout.take().expect("the stream should be piped"));
+        let stderr = read_all(child.stderr.take().expect("the stream should be piped"));
         Running { child, stdout, stderr, begun: Instant::now() }
     }
 
@@ -66,8 +66,9 @@ impl Running {
             }
             std::thread::sleep(LOOK);
         };
-        let text =
-            |reader: JoinHandle<Vec<u8>>| String::from_utf8_lossy(&reader.join().expect("no panic")).into_owned();
+        let text = |reader: JoinHandle<Vec<u8>>| {
+            String::from_utf8_lossy(&reader.join().expect("the thread should not panic")).into_owned()
+        };
         Ended { status, stdout: text(self.stdout), stderr: text(self.stderr), is_late }
     }
 }
@@ -75,7 +76,7 @@ impl Running {
 fn read_all(mut from: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
     std::thread::spawn(move || {
         let mut bytes = Vec::new();
-        from.read_to_end(&mut bytes).expect("a pipe");
+        from.read_to_end(&mut bytes).expect("the system should create a pipe");
         bytes
     })
 }

@@ -11,14 +11,14 @@ pub(crate) fn control<F: Copy>(name: &str) -> F {
 
 /// Makes the n-th call from now on fail once. If `nth` is 0, every call fails.
 pub fn fail(call: &str, nth: u64, code: i32) {
-    let call = CString::new(call).expect("no zero byte");
+    let call = CString::new(call).expect("the text should contain no zero byte");
     // SAFETY: the symbol has this type, and the pointer is a C string.
     unsafe { control::<unsafe extern "C" fn(*const c_char, u64, c_int)>("stub_fail")(call.as_ptr(), nth, code) };
 }
 
 /// Like [`fail`], but calls of this thread neither count nor fail.
 pub fn fail_elsewhere(call: &str, nth: u64, code: i32) {
-    let call = CString::new(call).expect("no zero byte");
+    let call = CString::new(call).expect("the text should contain no zero byte");
     type Fail = unsafe extern "C" fn(*const c_char, u64, c_int);
     // SAFETY: the symbol has this type, and the pointer is a C string.
     unsafe { control::<Fail>("stub_fail_elsewhere")(call.as_ptr(), nth, code) };
@@ -32,7 +32,7 @@ pub fn heal() {
 
 /// Pauses the `nth` call of this name from now on, after its effect, until [`resume`].
 pub fn pause(call: &str, nth: u64) {
-    let call = CString::new(call).expect("no zero byte");
+    let call = CString::new(call).expect("the text should contain no zero byte");
     // SAFETY: the symbol has this type, and the pointer is a C string.
     unsafe { control::<unsafe extern "C" fn(*const c_char, u64)>("stub_pause")(call.as_ptr(), nth) };
 }
@@ -51,14 +51,14 @@ pub fn resume() {
 
 /// Returns the number of times that a call was made.
 pub fn calls(call: &str) -> u64 {
-    let call = CString::new(call).expect("no zero byte");
+    let call = CString::new(call).expect("the text should contain no zero byte");
     // SAFETY: the symbol has this type, and the pointer is a C string.
     unsafe { control::<unsafe extern "C" fn(*const c_char) -> u64>("stub_calls")(call.as_ptr()) }
 }
 
 /// Returns the number of times that this thread made a call.
 pub fn own_calls(call: &str) -> u64 {
-    let call = CString::new(call).expect("no zero byte");
+    let call = CString::new(call).expect("the text should contain no zero byte");
     // SAFETY: the symbol has this type, and the pointer is a C string.
     unsafe { control::<unsafe extern "C" fn(*const c_char) -> u64>("stub_own_calls")(call.as_ptr()) }
 }

@@ -110,7 +110,7 @@ pub fn run(test: &str, cuda: Library, nccl: Option<Library>, options: &[(&str, &
         }
         return body();
     }
-    let folder = tempfile::tempdir().expect("a temporary folder");
+    let folder = tempfile::tempdir().expect("a folder should be created");
     cuda.place("libstub_libcuda.so", "libcuda.so", folder.path());
     if let Some(nccl) = nccl {
         nccl.place("libstub_libnccl.so", "libnccl.so.2", folder.path());
@@ -137,14 +137,14 @@ pub fn sanitizer() -> Vec<String> {
 /// # Panics
 /// Panics if the directory cannot be created.
 pub fn stub_of_libcuda() -> tempfile::TempDir {
-    let folder = tempfile::tempdir().expect("a temporary folder");
+    let folder = tempfile::tempdir().expect("a folder should be created");
     Library::Stub.place("libstub_libcuda.so", "libcuda.so", folder.path());
     folder
 }
 
 /// Returns a command that runs one test of this executable.
 fn alone(test: &str) -> Command {
-    let mut command = Command::new(std::env::current_exe().expect("the test's executable"));
+    let mut command = Command::new(std::env::current_exe().expect("the test's executable should be known"));
     command.args([test, "--exact", "--nocapture", "--test-threads=1"]);
     command
 }

@@ -27,8 +27,8 @@ impl Library {
             Library::Stub | Library::Named(_) => &[],
             Library::Missing => return,
         };
-        let exe = std::env::current_exe().expect("the test's executable");
-        let stub = exe.parent().expect("a folder").join(stub);
+        let exe = std::env::current_exe().expect("the test's executable should be known");
+        let stub = exe.parent().expect("the path should be below a folder").join(stub);
         let name = if let Library::Named(name) = self { name } else { name };
         let placed = folder.join(name);
         if without.is_empty() {
@@ -49,7 +49,7 @@ impl Library {
 /// The initializers of the libraries have no preconditions.
 pub(crate) unsafe fn installed(names: &[&'static str]) -> Option<&'static str> {
     let is_installed = |name: &&&str| {
-        let name = std::ffi::CString::new(**name).expect("no zero byte");
+        let name = std::ffi::CString::new(**name).expect("the text should contain no zero byte");
         // SAFETY: a C string, and the caller's contract.
         !unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_LAZY | libc::RTLD_LOCAL) }.is_null()
     };
@@ -69,7 +69,7 @@ fn hide(bytes: &mut [u8], symbol: &str) {
 /// # Safety
 /// `F` must be the type of the symbol.
 pub(crate) unsafe fn symbol<F: Copy>(names: &[&str], symbol: &str) -> F {
-    let name_of = |name: &str| std::ffi::CString::new(name).expect("no zero byte");
+    let name_of = |name: &str| std::ffi::CString::new(name).expect("the text should contain no zero byte");
     let open = |name: &&str| {
         // SAFETY: the pointer is a C string, and the stubs have no initializers.
         let library = unsafe { libc::dlopen(name_of(name).as_ptr(), libc::RTLD_NOW) };

@@ -118,7 +118,7 @@ impl Machines {
 impl Drop for Machines {
     fn drop(&mut self) {
         self.is_over.store(true, Ordering::Relaxed);
-        self.threads.drain(..).for_each(|thread| thread.join().expect("no panic"));
+        self.threads.drain(..).for_each(|thread| thread.join().expect("the thread should not panic"));
     }
 }
 
@@ -154,7 +154,7 @@ fn end_of_link() -> io::Result<(File, File)> {
         Ok((File::open("/proc/thread-self/ns/net")?, device))
     };
     // The thread stays in the namespace, and ends.
-    thread::scope(|scope| scope.spawn(create).join().expect("no panic"))
+    thread::scope(|scope| scope.spawn(create).join().expect("the thread should not panic"))
 }
 
 /// Forwards packets of one direction.

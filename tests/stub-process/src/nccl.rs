@@ -11,7 +11,7 @@ fn control<F: Copy>(name: &str) -> F {
 }
 
 fn c_string(text: &str) -> CString {
-    CString::new(text).expect("no zero byte")
+    CString::new(text).expect("the text should contain no zero byte")
 }
 
 fn number(rank: Option<usize>) -> c_int {

@@ -31,7 +31,7 @@ pub struct RankOutput {
 /// Panics if a process cannot be started.
 pub fn ranks(count: usize, options: &[(&str, &str)], body: impl FnOnce(usize)) -> Vec<RankOutput> {
     if let Ok(rank) = std::env::var(RANK) {
-        body(rank.parse().expect("a number"));
+        body(rank.parse().expect("it should be a number"));
         std::process::exit(0);
     }
     await_all((0..count).map(|rank| start(rank, options, |_| ())).collect(), || ())
@@ -50,7 +50,7 @@ pub fn ranks_of_machines(
     conduct: impl FnOnce(&Machines),
 ) -> Option<Vec<RankOutput>> {
     if let Ok(rank) = std::env::var(RANK) {
-        body(rank.parse().expect("a number"));
+        body(rank.parse().expect("it should be a number"));
         std::process::exit(0);
     }
     let machines = Machines::new()?;
@@ -96,6 +96,6 @@ fn await_all(children: Vec<Running>, conduct: impl FnOnce()) -> Vec<RankOutput> 
     std::thread::scope(|scope| {
         let waits: Vec<_> = children.into_iter().enumerate().map(|child| scope.spawn(|| wait(child))).collect();
         conduct();
-        waits.into_iter().map(|wait| wait.join().expect("no panic")).collect()
+        waits.into_iter().map(|wait| wait.join().expect("the thread should not panic")).collect()
     })
 }

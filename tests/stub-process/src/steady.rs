@@ -28,7 +28,7 @@ pub fn difference<S: Debug>(first: &S, later: &S) -> String {
 /// # Panics
 /// Panics if the system does not list them.
 pub fn descriptors() -> usize {
-    std::fs::read_dir("/proc/self/fd").expect("Linux").count()
+    std::fs::read_dir("/proc/self/fd").expect("this test should run on Linux").count()
 }
 
 /// Host memory in bytes that a round may keep. The process also allocates for itself, in its threads and in the stubs.

@@ -29,7 +29,7 @@ impl AddressOrder {
 
     fn take_on(&mut self, id: u64, stream: StreamId, size_bytes: u64) -> (u32, u64) {
         let op = Op::Allocate { id: AllocationId(id), pool: PoolId::DEFAULT, stream, size_bytes };
-        let placement = self.step(&op).unwrap().expect("a placement");
+        let placement = self.step(&op).unwrap().expect("the allocation should have a placement");
         (placement.segment.0, placement.offset_bytes)
     }
 

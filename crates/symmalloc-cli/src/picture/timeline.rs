@@ -100,7 +100,7 @@ impl PlannedCurve {
     /// Records the bytes reserved after an op.
     pub(super) fn see(&mut self, op: usize, op_count: usize, bytes: u64) {
         self.reserved.resize(column_of(op, op_count) + 1, bytes);
-        let last = self.reserved.last_mut().expect("the column exists");
+        let last = self.reserved.last_mut().expect("the column should have been added above");
         *last = bytes.max(*last);
         if bytes > self.peak.bytes {
             self.peak = Peak { bytes, op };

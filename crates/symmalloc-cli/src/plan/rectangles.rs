@@ -87,7 +87,7 @@ pub(super) fn of_plan(path: &Path, file: &PlanFile) -> Result<Vec<u8>, CliError>
     if let Some(allocation) = allocations.iter().position(ends_later) {
         return Err(not_a_table(NotATable::EndsLater { allocation }));
     }
-    let config = file.pool_config(heap.pool).expect("it has a plan");
+    let config = file.pool_config(heap.pool).expect("a pool with a plan should have a configuration");
     let rows = plan.rectangles(config, GRANULE_BYTES);
     let mut table = Vec::new();
     write_csv(rows, &mut table).map_err(|source| CliError::Rectangles { path: path.to_path_buf(), source })?;

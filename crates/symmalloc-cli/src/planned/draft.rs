@@ -31,7 +31,10 @@ pub(super) fn empty(recorded: &Recorded, config: Config) -> Result<PlanFile, Cli
 pub(super) fn heaps(file: &PlanFile) -> BTreeMap<HeapId, u64> {
     let mut heaps = BTreeMap::new();
     for (heap, plan) in file.plans() {
-        let bytes = plan.memory_bytes(file.pool_config(heap.pool).expect("it has plans"), GRANULE_BYTES);
+        let bytes = plan.memory_bytes(
+            file.pool_config(heap.pool).expect("a pool with plans should have a configuration"),
+            GRANULE_BYTES,
+        );
         let most: &mut u64 = heaps.entry(heap).or_default();
         *most = bytes.max(*most);
     }

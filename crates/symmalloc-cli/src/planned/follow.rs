@@ -99,7 +99,7 @@ pub(super) fn adopt(file: &PlanFile, groups: &Groups) -> Result<(), (PoolId, Pla
             if first == stream { allocator.register_stream() } else { allocator.register_stream_in(first) };
     }
     for pool in pools {
-        let settings = file.pool_config(pool).expect("it has plans").clone();
+        let settings = file.pool_config(pool).expect("a pool with plans should have a configuration").clone();
         let Ok(trial) = allocator.create_pool(settings) else { continue };
         let adopted = file.plans_of(pool).try_for_each(|plan| allocator.adopt_plan(trial, plan.clone()));
         // The trial pool is destroyed, so that the next one gets its address space and its budget.

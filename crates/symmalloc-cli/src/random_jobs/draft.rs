@@ -34,7 +34,7 @@ impl Draft {
         let mut random = SplitMix64::new(seed);
         let total =
             if random.below(4) == 0 { format!("total_limit_mb:{},", 16 + random.below(240)) } else { String::new() };
-        let config = (total + &pool_text(&mut random)).parse().expect("a valid configuration");
+        let config = (total + &pool_text(&mut random)).parse().expect("the configuration should be valid");
         let has_steps = random.below(4) == 0;
         let pools = BTreeMap::from([(PoolId::DEFAULT, PoolState::default())]);
         Draft {
@@ -114,7 +114,7 @@ impl Draft {
     }
 
     fn create_pool(&mut self) {
-        let config: PoolConfig = pool_text(&mut self.random).parse().expect("a valid pool");
+        let config: PoolConfig = pool_text(&mut self.random).parse().expect("the configuration should be valid");
         let pool = PoolId(self.pools_made);
         let has_quota = config.has_quota();
         self.pools_made += 1;

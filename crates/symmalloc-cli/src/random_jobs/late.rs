@@ -110,7 +110,8 @@ fn events(records: &[Record], format: Format) -> Vec<Event> {
         match record.op {
             Op::Allocate { id, pool, stream, size_bytes: size_bytes @ 1.. } => {
                 let is_taken = |address: &u64| live.values().any(|made| made.address == *address);
-                let address = (1..).map(|slot| slot << 32).find(|address| !is_taken(address)).expect("a free address");
+                let address =
+                    (1..).map(|slot| slot << 32).find(|address| !is_taken(address)).expect("an address should be free");
                 let made = Made { address, pool, stream, size_bytes };
                 live.insert(id, made);
                 events.push(Event::Allocate(made));
@@ -193,7 +194,7 @@ fn write_pickle(value: &Value, out: &mut Vec<u8>) {
         Value::Bool(is_true) => out.push(if *is_true { 0x88 } else { 0x89 }),
         Value::Number(number) => {
             out.extend([0x8a, 9]);
-            out.extend(number.as_u64().expect("not negative").to_le_bytes());
+            out.extend(number.as_u64().expect("the number should not be negative").to_le_bytes());
             out.push(0);
         }
         Value::String(text) => {

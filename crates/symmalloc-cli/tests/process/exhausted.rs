@@ -33,7 +33,7 @@ fn without_threads(command: &mut Command) -> CommandOutput {
             Ok(())
         })
     };
-    command.output().expect("the program starts").into()
+    command.output().expect("the program should start").into()
 }
 
 #[test]

@@ -272,7 +272,8 @@ fn each_recording_is_planned_separately_and_the_gain_is_printed() {
     assert!(page.contains(&format!("symmalloc replay {} --plan {}", job.display(), file.display())), "{page}");
     assert_eq!(fs::read(&file).unwrap()[..2], [0x1f, 0x8b]);
     let table = symmalloc("replay {} --plan {} --ranks 2", &[&job, &file]).exited(0).stdout.clone();
-    let row = table.lines().find(|line| line.contains("allocations as planned")).expect("a row");
+    let row =
+        table.lines().find(|line| line.contains("allocations as planned")).expect("the table should have the row");
     assert!(row.contains("100.00 %") && table.contains("symmalloc, planned"), "{table}");
 }
 

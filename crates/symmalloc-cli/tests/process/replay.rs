@@ -296,7 +296,12 @@ fn a_refused_request_is_a_decision_and_fails_the_replay() {
     assert_eq!((&printed[0]["aligned"], &printed[0]["allocs"]), (&true.into(), &3.into()));
     assert_eq!((&printed[0]["refused"], &printed[0]["first_pass"]["refused"]), (&1.into(), &1.into()));
     let screen = symmalloc("replay {}", &[&trace]);
-    let row = screen.exited(3).stdout.lines().find(|line| line.contains("allocations refused")).expect("a row");
+    let row = screen
+        .exited(3)
+        .stdout
+        .lines()
+        .find(|line| line.contains("allocations refused"))
+        .expect("the table should have the row");
     assert!(row.contains("1 of 3"), "{row}");
     let allowed = symmalloc("replay {} --json --allow-refusals", &[&trace]).json(0);
     assert_eq!(allowed[0]["refused"], 1);

@@ -35,8 +35,8 @@ impl Job {
     }
 
     fn command(&self, flags: &str, what: &str) -> Command {
-        let executable = std::env::current_exe().expect("the test's executable");
-        let library = executable.parent().expect("a folder").join("libsymmalloc_preload.so");
+        let executable = std::env::current_exe().expect("the test's executable should be known");
+        let library = executable.parent().expect("the path should be below a folder").join("libsymmalloc_preload.so");
         let mut command = crate::command();
         command.args(["run", "--library"]).arg(library).args(flags.split_whitespace()).arg("--").arg(&self.program);
         command.arg(what).current_dir(self.folder.0.path()).env("LD_LIBRARY_PATH", self.stub.path());
@@ -47,7 +47,7 @@ impl Job {
     }
 
     fn run(&self, flags: &str, what: &str) -> CommandOutput {
-        self.command(flags, what).output().expect("the program starts").into()
+        self.command(flags, what).output().expect("the program should start").into()
     }
 
     /// Runs two ranks, started by a shell script.
@@ -64,7 +64,7 @@ impl Job {
         let mut wrapped = crate::command();
         wrapped.args(&arguments[..at]).arg("sh").arg(launcher).args(&arguments[at..]);
         wrapped.current_dir(self.folder.0.path()).env("LD_LIBRARY_PATH", self.stub.path());
-        wrapped.output().expect("the program starts").into()
+        wrapped.output().expect("the program should start").into()
     }
 }
 
@@ -108,7 +108,7 @@ fn recording_alone_leaves_allocations_to_the_driver() {
     symmalloc("report {} -o {} --json", &[&trace, &job.folder.path("job.html")]).json(0);
     symmalloc("plan {} --json", &[&trace]).json(0);
     job.run("--record text.trace", "");
-    let text = fs::read_to_string(job.folder.path("text.trace")).expect("a trace");
+    let text = fs::read_to_string(job.folder.path("text.trace")).expect("the trace should be readable");
     assert!(text.starts_with("symmalloc-trace 2\nconfig "), "{text}");
     // Streams are numbered in the order of their first use. A free on another stream is a use by that stream.
     assert!(text.contains("\nstream s0\na 0 262144 s0\nstream s1\na 1 524288 s1\n"), "{text}");
@@ -120,7 +120,7 @@ fn a_recording_of_a_served_program_has_its_placements() {
     let Some(job) = Job::new() else { return };
     let printed = job.run("--record job.trace --serve", "");
     assert_eq!((printed.code, printed.stdout.as_str()), (Some(0), "driver 0\n"));
-    let text = fs::read_to_string(job.folder.path("job.trace")).expect("a trace");
+    let text = fs::read_to_string(job.folder.path("job.trace")).expect("the trace should be readable");
     assert!(text.contains(" -> 0@0\n"), "{text}");
     symmalloc("replay {} --json", &[&job.folder.path("job.trace")]).json(0);
     let printed = job.run("--report page.html", "");
@@ -170,7 +170,8 @@ fn a_check_needs_ranks() {
     let Some(job) = Job::new() else { return };
     let printed = job.run("--check", "");
     assert!(printed.code == Some(2) && printed.stderr.contains("torchrun"), "{}", printed.stderr);
-    let printed: CommandOutput = job.command("--check", "").env("RANK", "0").output().expect("starts").into();
+    let printed: CommandOutput =
+        job.command("--check", "").env("RANK", "0").output().expect("the program should start").into();
     assert!(printed.code == Some(2) && printed.stderr.contains("cannot see the other ranks"), "{}", printed.stderr);
 }
 
@@ -179,14 +180,20 @@ fn signals_are_forwarded_to_the_program() {
     let Some(job) = Job::new() else { return };
     for (flags, signal, code) in [("--stats", "-USR1", 11), ("--stats", "-TERM", 12), ("", "-USR1", 11)] {
         let mut command = job.command(flags, "wait");
-        let mut child =
-            command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().expect("starts");
+        let mut child = command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("the program should start");
         let mut line = String::new();
-        BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("readable");
+        BufReader::new(child.stdout.take().expect("the stream should be piped"))
+            .read_line(&mut line)
+            .expect("it should be readable");
         assert_eq!(line, "ready\n");
         let sent = Command::new("kill").args([signal, &child.id().to_string()]).status().expect("kill starts");
         assert!(sent.success());
-        assert_eq!(child.wait().expect("it ends").code(), Some(code));
+        assert_eq!(child.wait().expect("the program should end").code(), Some(code));
     }
 }
 

@@ -51,7 +51,7 @@ pub struct Recorded {
 #[non_exhaustive]
 pub enum StartRecordingError {
     /// A recording is already active.
-    #[error("a recording is already active: stop it first")]
+    #[error("the allocator is already being recorded: call stop_recording first")]
     AlreadyRecording,
     /// The allocator was used before.
     #[error(
@@ -68,7 +68,7 @@ pub enum StartRecordingError {
     #[error("the sink used the allocator while the recording began: keep records in host memory or in a file")]
     Reentered,
     /// The sink failed to begin.
-    #[error("the recording's sink cannot begin: {0}")]
+    #[error("the sink failed to begin the recording: {0}")]
     Sink(#[source] SinkError),
 }
 
@@ -77,10 +77,10 @@ pub enum StartRecordingError {
 #[non_exhaustive]
 pub enum RecordingError {
     /// No recording is active.
-    #[error("no recording is active: call start_recording first")]
+    #[error("the allocator is not being recorded: call start_recording first")]
     NotRecording,
     /// The sink itself made the call.
-    #[error("the recording's sink cannot stop it: return an error from the sink instead")]
+    #[error("the sink called stop_recording: return an error from the sink to end the recording")]
     InSink,
     /// The recording ended before it was stopped.
     #[error("the recording ended after {}, because {source}", Counted(*records, "record"))]
@@ -103,31 +103,33 @@ pub enum RecordingEnd {
     #[error("the driver failed in the middle of an op: {0}")]
     Driver(#[source] BackendError),
     /// A pool was restored, and no op can reproduce its state.
-    #[error("{pool} was restored: no op can reproduce a restored state")]
+    #[error(
+        "the program restored {pool}: a recording cannot contain a restore, because no op reproduces the restored state"
+    )]
     Restored {
         /// The pool that was restored.
         pool: PoolId,
     },
     /// A plan was adopted or dropped, which no op represents.
     #[error(
-        "plans of {pool} were adopted or dropped, which no op represents: use a pool with `plan:learn`, which can be recorded"
+        "the program adopted or dropped plans of {pool}, which no op represents: use a pool with `plan:learn`, which can be recorded"
     )]
     Planned {
         /// The pool whose plans changed.
         pool: PoolId,
     },
     /// The limit over all pools was changed, which no op represents.
-    #[error("the limit over all pools was changed: set it before the recording begins")]
+    #[error("the program changed the limit over all pools: set it before the recording begins")]
     LimitChanged,
     /// A segment was removed between an observer's `unread` and its `acknowledge`: no trace can represent which entries
     /// the observer had read.
     #[error(
-        "a segment was released between an observer's `unread` and its `acknowledge`: trim observed pools at another time"
+        "the heap removed a segment between an observer's `unread` and its `acknowledge`: trim observed pools at a different moment"
     )]
     LateDeath,
     /// A sink or a backend panicked in the middle of an op. The recording may be incomplete, and the sink's `finish`
     /// was not called.
-    #[error("an op panicked: the recording may be incomplete")]
+    #[error("the sink or the backend panicked in the middle of an op: the recording may be incomplete")]
     Panicked,
     /// The sink used the allocator that it records. Such a use cannot be recorded, so the current record is the last
     /// one.

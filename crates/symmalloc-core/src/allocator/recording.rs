@@ -62,7 +62,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
         // The recording begins with the current limit.
         let config = self.config().to_builder().total_limit_bytes(self.total_limit_bytes()).build();
-        let config = config.expect("no limit is out of range");
+        let config = config.expect("the current limit should be in range");
         let standing = self.standing(&observers);
         let recording = Recording {
             sink: Box::new(sink),

@@ -253,7 +253,11 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut acquired = Vec::new();
         let outcome = heaps.iter().try_for_each(|Saved { heap, layout }| {
             acquired.push(Vec::new());
-            heap.acquire_layout(&self.context, layout, acquired.last_mut().expect("just pushed"))
+            heap.acquire_layout(
+                &self.context,
+                layout,
+                acquired.last_mut().expect("an element should have been pushed above"),
+            )
         });
         charges.into_iter().for_each(Charge::leave_charged);
         let mut acquired = acquired.into_iter();

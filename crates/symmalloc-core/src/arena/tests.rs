@@ -22,7 +22,7 @@ fn units(mib: u64) -> Units {
 }
 
 fn allocate(arena: &mut Arena, mib: u64, stream: StreamId) -> Slot {
-    let free = arena.best_fit(units(mib)).expect("memory is free");
+    let free = arena.best_fit(units(mib)).expect("a free block should be large enough");
     let state = BlockState::Allocated { stream, requested: mib * MIB, serial: NonZeroU64::MIN };
     arena.take_front(free, units(mib), state).0
 }

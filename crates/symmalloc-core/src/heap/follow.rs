@@ -156,7 +156,7 @@ impl<L: Lock> Heap<L> {
     /// Acquires memory for the plans, unless they have it. Returns `false` if it cannot be acquired.
     fn acquire_plan_memory<B: Backend>(&mut self, context: &Context<B, L>, released: &mut Released) -> bool {
         let inputs = self.plan_inputs();
-        let plans = self.plans.as_deref().expect("a plan was chosen");
+        let plans = self.plans.as_deref().expect("a plan should have been chosen when the step began");
         if plans.memory_block().is_some() {
             return true;
         }
@@ -176,7 +176,7 @@ impl<L: Lock> Heap<L> {
 
     /// Orders each stream of the plans after all users of the plans' places.
     fn wait_for_all_places(&mut self, context: &DynContext<'_, L>) -> Result<(), BackendError> {
-        let plans = self.plans.as_deref().expect("a step is open");
+        let plans = self.plans.as_deref().expect("a heap with an open step should have plans");
         let free = plans.places().iter().filter(|slot| self.arena.block(**slot).is_free());
         for slot in free.copied().collect::<Vec<_>>() {
             for stream in plans.streams() {

@@ -50,7 +50,7 @@ impl<L: Lock> Heap<L> {
             acquired.push(AcquiredRange { range, mapped: Extents::new() });
             for extent in &segment.extents {
                 back(context, (&self.config, self.arena.rules()), (range, extent.offset_bytes), extent.size_bytes)?;
-                let newest = acquired.last_mut().expect("just pushed");
+                let newest = acquired.last_mut().expect("an element should have been pushed above");
                 newest.mapped.push((extent.offset_bytes, extent.size_bytes));
             }
         }

@@ -158,7 +158,7 @@ impl<L: Lock> Heap<L> {
         let mut revived = Vec::with_capacity(1);
         self.revive_in(slot, saved, &mut revived);
         self.arena.recycle_spent(context);
-        Ok(revived.pop().expect("just pushed"))
+        Ok(revived.pop().expect("an element should have been pushed above"))
     }
 
     /// Makes a saved allocation live in the free block around it, or notes its uses if it is live. Returns its block.

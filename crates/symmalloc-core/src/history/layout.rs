@@ -40,7 +40,7 @@
 //! let new = rank(1)?;
 //! let stream = new.register_stream()?;
 //! let restored = new.restore_layout(PoolId::DEFAULT, &layout)?;
-//! let again = restored.find(stream, weights.placement).expect("it was live");
+//! let again = restored.find(stream, weights.placement).expect("the allocation should have been live");
 //! assert_eq!(again.name.as_deref(), Some("weights"));
 //!
 //! // Both continue identically.

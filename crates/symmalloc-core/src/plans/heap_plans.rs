@@ -196,7 +196,7 @@ impl HeapPlans {
     /// Begins to follow a plan in the plan memory, which exists. Returns the step, and `true` if each stream must first
     /// be ordered after the earlier users of all places, because the previous step did not follow the same plan.
     pub(crate) fn follow(&mut self, plan: usize, allocations_before: u64, arena: &Arena) -> (Box<Following>, bool) {
-        let memory = self.memory.as_ref().expect("plan memory exists");
+        let memory = self.memory.as_ref().expect("the plans should have memory");
         let installed = &mut self.installed[plan];
         let is_unexpected =
             |slot: &&Slot| !arena.block(**slot).is_free() && installed.carried_over.binary_search(slot).is_err();
@@ -395,7 +395,7 @@ impl HeapPlans {
     /// Removes the plan memory, which exists. Live allocations in it become ordinary blocks, and the rest becomes free.
     /// `now` returns the current tick of a stream, and `owner` is the stream of the heap.
     pub(crate) fn dissolve(&mut self, arena: &mut Arena, owner: Option<StreamId>, now: impl Fn(StreamId) -> Tick) {
-        let memory = self.memory.take().expect("there is plan memory");
+        let memory = self.memory.take().expect("the plans should have memory");
         self.installed.clear();
         self.last_whole = None;
         let free = memory.free_state(arena, owner, now);

@@ -127,7 +127,10 @@ impl Plan {
         if numbers.is_empty() {
             return Ok((plan, 0));
         }
-        let rectangle = |number: &usize| rectangle(*number, &wanted[*number], &rules).expect("filtered");
+        let rectangle = |number: &usize| {
+            rectangle(*number, &wanted[*number], &rules)
+                .expect("allocations without an end should have been filtered out")
+        };
         let problem = Problem::periodic(wanted.len() as u64, numbers.iter().map(rectangle).collect());
         let solution = solve(&problem.map_err(PlanError::Solver)?, budget);
         for (number, offset) in numbers.into_iter().zip(solution.offsets()) {

@@ -23,7 +23,7 @@ fn arena() -> (Arena, Vec<Slot>) {
     let state = BlockState::Allocated { stream: S0, requested: 2 * MIB, serial: NonZeroU64::MIN };
     let mut slots = Vec::new();
     for _ in 0..8 {
-        let free = arena.best_fit(GRANULE).expect("memory is free");
+        let free = arena.best_fit(GRANULE).expect("a free block should be large enough");
         slots.push(arena.take_front(free, GRANULE, state).0);
     }
     for slot in slots.iter().skip(1).step_by(2) {

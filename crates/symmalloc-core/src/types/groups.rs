@@ -19,7 +19,7 @@ use crate::types::ids::StreamId;
 /// use symmalloc::groups::Groups;
 ///
 /// let mut groups = Groups::default();
-/// let main = groups.register(None).expect("a new group");
+/// let main = groups.register(None).expect("a new group should always be possible");
 /// let copies = groups.register(Some(main)).expect("main names a group");
 /// assert_eq!(groups.first_of(copies), main);
 /// assert_eq!(groups.register(Some(copies)), None, "copies names no group");

@@ -56,7 +56,9 @@ fn the_canonical_text_states_every_value() {
 
 #[test]
 fn the_allocators_keys_and_the_default_pools_keys_are_separate() {
-    let config: Config = "total_limit_mb:4096,limit_mb:1024,retries_max:0,pointer_lookup:exact".parse().expect("valid");
+    let config: Config = "total_limit_mb:4096,limit_mb:1024,retries_max:0,pointer_lookup:exact"
+        .parse()
+        .expect("the text should be valid");
     assert_eq!(config.total_limit_bytes(), Some(4096 * MIB));
     assert_eq!(config.default_pool().limit_bytes(), Some(1024 * MIB));
     assert_eq!(config.retries_max(), 0);
@@ -290,7 +292,7 @@ fn contradictions_about_segments_are_refused() {
 fn the_digest_is_fnv_1a_of_the_canonical_text() {
     // Computed independently. A change makes ranks of different versions reject each other.
     assert_eq!(Config::default().digest(), DEFAULT_DIGEST);
-    let other: Config = "symmetric:true".parse().expect("valid");
+    let other: Config = "symmetric:true".parse().expect("the text should be valid");
     assert_ne!(other.digest(), DEFAULT_DIGEST);
 }
 
@@ -337,7 +339,7 @@ fn any_config() -> impl Strategy<Value = Config> {
                 .reclaim([Reclaim::Never, Reclaim::Heap, Reclaim::Pool][reclaim])
                 .roundup_power2_divisions(RoundupPower2Divisions::per_size(divisions).expect("powers of two"))
                 .build()
-                .expect("in range");
+                .expect("every value should be in its range");
             Config::builder()
                 .default_pool(pool)
                 .total_limit_bytes(total)
@@ -345,7 +347,7 @@ fn any_config() -> impl Strategy<Value = Config> {
                 .history_ops(history)
                 .pointer_lookup([PointerLookup::Off, PointerLookup::Exact][lookup % 2])
                 .build()
-                .expect("in range")
+                .expect("every value should be in its range")
         },
     )
 }
@@ -359,7 +361,7 @@ proptest! {
         prop_assert_eq!(back.to_string(), text.clone());
         prop_assert_eq!(back.digest(), config.digest());
         let pool_text = config.default_pool().to_string();
-        prop_assert_eq!(&pool_text.parse::<PoolConfig>().expect("valid"), config.default_pool());
+        prop_assert_eq!(&pool_text.parse::<PoolConfig>().expect("the text should be valid"), config.default_pool());
         let env = Config::from_pytorch_text(&text).expect("the PyTorch dialect accepts the canonical text");
         prop_assert_eq!(&env.config, &config);
         prop_assert!(env.ignored.is_empty());

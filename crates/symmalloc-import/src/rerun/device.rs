@@ -176,7 +176,12 @@ impl Backend for NotingDevice {
     }
 
     fn alias(&self, at: RangeOffset, _: RangeOffset, _: u64) -> Result<(), BackendError> {
-        self.0.borrow_mut().ranges.get_mut(&at.0.base).expect("reserved before").is_stitched = true;
+        self.0
+            .borrow_mut()
+            .ranges
+            .get_mut(&at.0.base)
+            .expect("the range should have been reserved before")
+            .is_stitched = true;
         Ok(())
     }
 

@@ -16,7 +16,7 @@ use symmalloc_sim::SimBackend;
 use symmalloc_trace::{Trace, TraceWriter};
 
 fn allocator() -> SharedAllocator<SimBackend> {
-    SharedAllocator::new(SimBackend::builder().build(), Config::default()).expect("valid")
+    SharedAllocator::new(SimBackend::builder().build(), Config::default()).expect("the arguments should be valid")
 }
 
 /// Allocates and frees this many times; some allocations have names that need escaping.
@@ -28,7 +28,7 @@ fn work(allocator: &SharedAllocator<SimBackend>, rounds: u64) {
             0 => allocator.allocate_named(PoolId::DEFAULT, stream, size_bytes, "a \"name\"\nof two lines"),
             _ => allocator.allocate(PoolId::DEFAULT, stream, size_bytes),
         };
-        allocator.free(made.expect("memory").handle).expect("live");
+        allocator.free(made.expect("memory should suffice").handle).expect("the allocation should be live");
     }
 }
 
@@ -230,7 +230,7 @@ fn a_full_disk_ends_the_recording_and_not_the_job() {
     let error = source.downcast_ref::<TraceFileError>().expect("a trace file's");
     assert!(matches!(error, TraceFileError::Write { path, .. } if path == Path::new("/dev/full")), "{error}");
     assert_eq!(allocator.stats().usage.all.allocations.allocated, 10_000);
-    allocator.check().expect("consistent");
+    allocator.check().expect("the invariants should hold");
     // The few records of a short job are lost at the end, which reports an error as well.
     let short = self::allocator();
     short.start_recording(TraceFile::create("/dev/full", TraceFileOptions::default()).unwrap()).unwrap();
@@ -261,7 +261,7 @@ fn a_limit_on_file_sizes_ends_the_recording_and_not_the_job() {
 #[test]
 #[ignore = "run by another test, under a limit"]
 fn a_job_is_recorded_beyond_the_limit() {
-    let path = PathBuf::from(std::env::var_os("TRACE").expect("set"));
+    let path = PathBuf::from(std::env::var_os("TRACE").expect("it should be set"));
     let allocator = allocator();
     allocator.start_recording(TraceFile::create(&path, TraceFileOptions::default()).unwrap()).unwrap();
     work(&allocator, 100_000);
@@ -270,7 +270,7 @@ fn a_job_is_recorded_beyond_the_limit() {
     };
     let error = source.downcast_ref::<TraceFileError>().expect("a trace file's");
     assert!(matches!(error, TraceFileError::Write { path: of, .. } if *of == path), "{error}");
-    allocator.check().expect("consistent");
+    allocator.check().expect("the invariants should hold");
     println!("the job is done");
 }
 

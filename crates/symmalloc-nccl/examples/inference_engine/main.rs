@@ -156,7 +156,7 @@ pub(crate) fn run(options: &Options) -> Result<Vec<Report>, Failure> {
                     })
                 };
                 let threads: Vec<_> = (0..ranks).map(thread).collect();
-                Ok(threads.into_iter().map(|thread| thread.join().expect("no rank panics")).collect())
+                Ok(threads.into_iter().map(|thread| thread.join().expect("no rank should panic")).collect())
             })
         }
     }

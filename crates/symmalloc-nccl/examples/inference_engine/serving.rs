@@ -227,11 +227,11 @@ impl<'a, M: Memory> Engine<'a, M> {
             sequence.make_room(self.memory, &decoder.stream, self.model.page_len(), 1)?;
             sequence.row[0] = u64::from(*sequence.answer.last().expect("a prompt gives a token"));
             sequence.row[1] = sequence.kept as u64;
-            rows.next().expect("the batch fits").copy_from_slice(&sequence.row);
+            rows.next().expect("the batch should fit").copy_from_slice(&sequence.row);
         }
         rows.for_each(|row| row.fill(NO_POSITION));
         decoder.stream.memcpy_htod(&decoder.rows, &mut decoder.device_rows)?;
-        let (_, graph) = decoder.graphs.iter().find(|(count, _)| *count >= batch.len()).expect("the batch fits");
+        let (_, graph) = decoder.graphs.iter().find(|(count, _)| *count >= batch.len()).expect("the batch should fit");
         graph.launch()?;
         decoder.stream.memcpy_dtoh(&decoder.device_tokens, &mut decoder.tokens)?;
         self.comm.synchronize(&decoder.stream)?;

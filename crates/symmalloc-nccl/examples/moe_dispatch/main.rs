@@ -147,7 +147,7 @@ pub fn run(options: &Options) -> Result<Vec<Report>, Failure> {
                     })
                 };
                 let threads: Vec<_> = (0..ranks).map(rank).collect();
-                Ok(threads.into_iter().map(|thread| thread.join().expect("no rank panics")).collect())
+                Ok(threads.into_iter().map(|thread| thread.join().expect("no rank should panic")).collect())
             })
         }
     }

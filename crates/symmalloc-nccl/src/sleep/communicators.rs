@@ -104,14 +104,14 @@ mod tests {
     #[test]
     fn windows_that_differ_are_a_difference() {
         let difference =
-            compare(call_of(Contents::Drop), &[row(Some(1)), vec![], row(Some(2))]).expect("the windows differ");
+            compare(call_of(Contents::Drop), &[row(Some(1)), vec![], row(Some(2))]).expect("the windows should differ");
         assert_eq!(difference.field, SleepField::Windows);
         assert_eq!(difference.groups, vec![([0].into_iter().collect(), 1), ([2].into_iter().collect(), 2)]);
     }
 
     #[test]
     fn windows_of_a_second_communicator_are_compared_on_wake() {
-        let difference = compare(WAKE, &[row(Some(1)), row(Some(2)), vec![]]).expect("the windows differ");
+        let difference = compare(WAKE, &[row(Some(1)), row(Some(2)), vec![]]).expect("the windows should differ");
         assert_eq!(difference.field, SleepField::Windows);
         assert_eq!(difference.groups, vec![([0].into_iter().collect(), 1), ([1].into_iter().collect(), 2)]);
         assert_eq!(compare(WAKE, &[row(Some(1)), row(Some(1)), vec![]]), None);

@@ -412,7 +412,7 @@ mod tests {
                     .collect();
                 threads
                     .into_iter()
-                    .map(|thread| thread.join().expect("no panic").expect("all ranks arrive"))
+                    .map(|thread| thread.join().expect("the thread should not panic").expect("all ranks should arrive"))
                     .collect::<Vec<_>>()
             });
             for received in received {

@@ -250,10 +250,11 @@ mod tests {
 
     impl Watched {
         fn new(pool: PoolConfig) -> Self {
-            let config = Config::builder().default_pool(pool).build().expect("valid");
-            let allocator = Allocator::new(SimBackend::builder().build(), config).expect("valid");
+            let config = Config::builder().default_pool(pool).build().expect("the configuration should be valid");
+            let allocator =
+                Allocator::new(SimBackend::builder().build(), config).expect("the arguments should be valid");
             allocator.register_stream().expect("stream ids are available");
-            let (observer, births) = allocator.observe(PoolId::DEFAULT).expect("the pool exists");
+            let (observer, births) = allocator.observe(PoolId::DEFAULT).expect("the pool should exist");
             let (registered, invalidated) = (Registrations::default(), Vec::new());
             Watched { allocator, observer, segments: SegmentTable::default(), registered, births, invalidated }
         }
@@ -298,11 +299,13 @@ mod tests {
             self.invalidated.extend(&actions.invalidated);
             self.segments = actions.segments.clone().unwrap_or_else(|| self.segments.clone());
             self.births.clear();
-            self.allocator.acknowledge(self.observer, &self.allocator.unread(self.observer)).expect("no faults");
+            self.allocator
+                .acknowledge(self.observer, &self.allocator.unread(self.observer))
+                .expect("the driver should not fail without injected faults");
         }
 
         fn take(&self, size_bytes: u64) -> symmalloc_core::Handle {
-            self.allocator.allocate(PoolId::DEFAULT, StreamId(0), size_bytes).expect("the allocation fits").handle
+            self.allocator.allocate(PoolId::DEFAULT, StreamId(0), size_bytes).expect("the allocation should fit").handle
         }
 
         fn free(&self, handle: symmalloc_core::Handle) {
@@ -310,12 +313,12 @@ mod tests {
         }
 
         fn trim(&self) {
-            self.allocator.trim_all().expect("no faults");
+            self.allocator.trim_all().expect("a trim should succeed without injected faults");
         }
     }
 
     fn fixed() -> PoolConfig {
-        PoolConfig::builder().fixed().symmetric(true).build().expect("valid")
+        PoolConfig::builder().fixed().symmetric(true).build().expect("the configuration should be valid")
     }
 
     #[test]
@@ -350,7 +353,8 @@ mod tests {
 
     #[test]
     fn a_growing_segment_gets_one_window_at_a_time_over_all_of_it() {
-        let mut watched = Watched::new(PoolConfig::builder().symmetric(true).build().expect("valid"));
+        let mut watched =
+            Watched::new(PoolConfig::builder().symmetric(true).build().expect("the configuration should be valid"));
         watched.take(2 * MIB);
         watched.take(4 * MIB);
         assert_eq!(watched.sync(), [(ChangeKind::Register, 0, 6 * MIB)], "birth and growth are one registration");
@@ -363,12 +367,13 @@ mod tests {
 
     #[test]
     fn a_segment_with_holes_gets_its_window_when_the_holes_are_filled() {
-        let mut watched = Watched::new(PoolConfig::builder().symmetric(true).build().expect("valid"));
-        watched.allocator.forget(watched.observer).expect("no faults");
+        let mut watched =
+            Watched::new(PoolConfig::builder().symmetric(true).build().expect("the configuration should be valid"));
+        watched.allocator.forget(watched.observer).expect("the driver should not fail without injected faults");
         let (hole, _kept) = (watched.take(4 * MIB), watched.take(2 * MIB));
         watched.free(hole);
         watched.trim();
-        let (observer, births) = watched.allocator.observe(PoolId::DEFAULT).expect("the pool exists");
+        let (observer, births) = watched.allocator.observe(PoolId::DEFAULT).expect("the pool should exist");
         watched.observer = observer;
         watched.births = births;
         assert_eq!(watched.sync(), []);
@@ -393,16 +398,16 @@ mod tests {
 
     #[test]
     fn buffers_are_registered_piece_by_piece_and_deregistered_together() {
-        let mut watched = Watched::new(PoolConfig::builder().build().expect("valid"));
+        let mut watched = Watched::new(PoolConfig::builder().build().expect("the configuration should be valid"));
         let actions = |watched: &Watched, leaving: &[PoolId]| {
             let buffers = PoolEvents { leaving: leaving.to_vec(), ..watched.events() };
             SyncActions::new(&watched.segments, &watched.registered, &PoolEvents::default(), &buffers, |_| 0)
         };
-        watched.allocator.forget(watched.observer).expect("no faults");
+        watched.allocator.forget(watched.observer).expect("the driver should not fail without injected faults");
         let (hole, _kept) = (watched.take(4 * MIB), watched.take(2 * MIB));
         watched.free(hole);
         watched.trim();
-        (watched.observer, watched.births) = watched.allocator.observe(PoolId::DEFAULT).expect("the pool exists");
+        (watched.observer, watched.births) = watched.allocator.observe(PoolId::DEFAULT).expect("the pool should exist");
         for (taken, expected) in
             [(0, vec![(4 * MIB, 2 * MIB)]), (4 * MIB, vec![(0, 4 * MIB)]), (8 * MIB, vec![(6 * MIB, 8 * MIB)])]
         {

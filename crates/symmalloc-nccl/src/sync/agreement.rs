@@ -162,13 +162,21 @@ mod tests {
                 .zip(ends)
                 .map(|(program, transport)| {
                     scope.spawn(move || {
-                        let pool = PoolConfig::builder().fixed().symmetric(true).build().expect("valid");
-                        let config = Config::builder().default_pool(pool).build().expect("valid");
-                        let allocator = SharedAllocator::new(SimBackend::builder().build(), config).expect("valid");
-                        allocator.register_stream().expect("the first");
-                        let (observer, _) = allocator.observe(PoolId::DEFAULT).expect("exists");
+                        let pool = PoolConfig::builder()
+                            .fixed()
+                            .symmetric(true)
+                            .build()
+                            .expect("the configuration should be valid");
+                        let config =
+                            Config::builder().default_pool(pool).build().expect("the configuration should be valid");
+                        let allocator = SharedAllocator::new(SimBackend::builder().build(), config)
+                            .expect("the arguments should be valid");
+                        allocator.register_stream().expect("the first stream should be registered");
+                        let (observer, _) = allocator.observe(PoolId::DEFAULT).expect("the pool should exist");
                         for size in program.sizes {
-                            let _live = allocator.allocate(PoolId::DEFAULT, StreamId(0), *size).expect("fits");
+                            let _live = allocator
+                                .allocate(PoolId::DEFAULT, StreamId(0), *size)
+                                .expect("the allocation should fit");
                         }
                         let actions = {
                             let events = PoolEvents { events: allocator.unread(observer).events, leaving: Vec::new() };
@@ -197,7 +205,7 @@ mod tests {
                     })
                 })
                 .collect();
-            threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+            threads.into_iter().map(|thread| thread.join().expect("the thread should not panic")).collect()
         })
     }
 
@@ -221,7 +229,7 @@ mod tests {
     fn a_difference_of_histories_is_reported_first() {
         for outcome in run([program(&[1 << 20, 30 << 20], true), program(&[1 << 20, 40 << 20], true)]) {
             let Err(SyncError::Disagreed { disagreement, .. }) = outcome else { panic!("{outcome:?}") };
-            assert_eq!(disagreement.first_heap().expect("a heap differs").first_op, 2);
+            assert_eq!(disagreement.first_heap().expect("a heap should differ").first_op, 2);
         }
     }
 
@@ -315,7 +323,7 @@ mod tests {
 
     #[test]
     fn the_first_change_that_differs_is_found_on_any_page() {
-        let found = search(&[actions(100, 999), actions(100, 57), actions(100, 999)]).expect("they differ");
+        let found = search(&[actions(100, 999), actions(100, 57), actions(100, 999)]).expect("the ranks should differ");
         assert_eq!(found.index, 57);
         assert_eq!(found.groups.len(), 2);
         let found = search(&[actions(80, 999), actions(81, 999)]).expect("one has more");

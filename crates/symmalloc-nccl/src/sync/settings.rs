@@ -111,8 +111,8 @@ mod tests {
 
     #[test]
     fn every_mode_has_its_own_word() {
-        let ops = |ops| Mode::EveryOps(NonZeroU64::new(ops).expect("not zero"));
-        let syncs = |syncs| Mode::EverySyncs(NonZeroU32::new(syncs).expect("not zero"));
+        let ops = |ops| Mode::EveryOps(NonZeroU64::new(ops).expect("the number should not be zero"));
+        let syncs = |syncs| Mode::EverySyncs(NonZeroU32::new(syncs).expect("the number should not be zero"));
         let modes = [Mode::Off, Mode::AtSync, Mode::EachOp, ops(1), ops(2)];
         assert_eq!(modes.map(mode_word), [0, 1, 2, 3, 4]);
         assert_eq!([syncs(1), syncs(2)].map(mode_word), [u64::MAX - 1, u64::MAX - 2]);

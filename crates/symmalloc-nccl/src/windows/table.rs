@@ -156,12 +156,13 @@ mod tests {
 
     impl Followed {
         fn new(pool: PoolConfig, seed: u64) -> Self {
-            let config = Config::builder().default_pool(pool).build().expect("valid");
-            let allocator = Allocator::new(SimBackend::builder().seed(seed).build(), config).expect("valid");
+            let config = Config::builder().default_pool(pool).build().expect("the configuration should be valid");
+            let allocator = Allocator::new(SimBackend::builder().seed(seed).build(), config)
+                .expect("the arguments should be valid");
             for _ in 0..2 {
                 allocator.register_stream().expect("stream ids are available");
             }
-            let (observer, births) = allocator.observe(PoolId::DEFAULT).expect("the pool exists");
+            let (observer, births) = allocator.observe(PoolId::DEFAULT).expect("the pool should exist");
             assert!(births.is_empty());
             Followed { allocator, observer, table: SegmentTable::default(), live: Vec::new(), seed }
         }
@@ -177,19 +178,22 @@ mod tests {
             match self.below(8) {
                 0..4 => {
                     let (stream, size_bytes) = (StreamId(self.below(2) as u16), (1 + self.below(24)) * MIB);
-                    let allocation = self.allocator.allocate(PoolId::DEFAULT, stream, size_bytes).expect("fits");
+                    let allocation = self
+                        .allocator
+                        .allocate(PoolId::DEFAULT, stream, size_bytes)
+                        .expect("the allocation should fit");
                     self.live.push(allocation.handle);
                 }
                 4 | 5 if !self.live.is_empty() => {
                     let at = self.below(self.live.len() as u64) as usize;
-                    self.allocator.free(self.live.swap_remove(at)).expect("live");
+                    self.allocator.free(self.live.swap_remove(at)).expect("the allocation should be live");
                 }
-                6 => drop(self.allocator.trim_all().expect("no faults")),
+                6 => drop(self.allocator.trim_all().expect("a trim should succeed without injected faults")),
                 // Without an observer, a trim makes holes in growing segments.
                 7 => {
-                    self.allocator.forget(self.observer).expect("no faults");
-                    self.allocator.trim_all().expect("no faults");
-                    let (observer, births) = self.allocator.observe(PoolId::DEFAULT).expect("the pool exists");
+                    self.allocator.forget(self.observer).expect("the driver should not fail without injected faults");
+                    self.allocator.trim_all().expect("a trim should succeed without injected faults");
+                    let (observer, births) = self.allocator.observe(PoolId::DEFAULT).expect("the pool should exist");
                     self.observer = observer;
                     self.table = SegmentTable::default();
                     self.follow(&births);
@@ -234,7 +238,9 @@ mod tests {
             extents.sort_by_key(|extent| extent.base);
             assert!(extents.iter().all(|extent| extent.mapped_bytes <= extent.end_bytes), "T2");
             assert!(extents.windows(2).all(|pair| pair[0].base + pair[0].end_bytes <= pair[1].base), "T3");
-            self.allocator.acknowledge(self.observer, &unread).expect("no faults");
+            self.allocator
+                .acknowledge(self.observer, &unread)
+                .expect("the driver should not fail without injected faults");
             extents.iter().filter(|extent| !extent.is_whole()).count()
         }
     }
@@ -245,7 +251,7 @@ mod tests {
         for seed in 0..60 {
             let pool = PoolConfig::builder().symmetric(true);
             let pool = if seed % 2 == 0 { pool.fixed() } else { pool };
-            let mut followed = Followed::new(pool.build().expect("valid"), seed);
+            let mut followed = Followed::new(pool.build().expect("the configuration should be valid"), seed);
             for _ in 0..120 {
                 followed.step();
                 if followed.below(3) == 0 {
@@ -263,14 +269,21 @@ mod tests {
 
     #[test]
     fn a_key_is_invalidated_when_its_segment_ends_or_becomes_larger() {
-        let mut followed = Followed::new(PoolConfig::builder().symmetric(true).build().expect("valid"), 0);
+        let mut followed =
+            Followed::new(PoolConfig::builder().symmetric(true).build().expect("the configuration should be valid"), 0);
         let mut keys = Vec::new();
         let mut take = |followed: &mut Followed, size_bytes| {
-            let taken = followed.allocator.allocate(PoolId::DEFAULT, StreamId(0), size_bytes).expect("fits");
+            let taken = followed
+                .allocator
+                .allocate(PoolId::DEFAULT, StreamId(0), size_bytes)
+                .expect("the allocation should fit");
             let unread = followed.allocator.unread(followed.observer);
             let changes = unread.events.iter().filter_map(|event| followed.table.apply(event));
             keys.extend(changes.filter_map(|change| change.invalidated_key()).map(|key| key.size_bytes));
-            followed.allocator.acknowledge(followed.observer, &unread).expect("no faults");
+            followed
+                .allocator
+                .acknowledge(followed.observer, &unread)
+                .expect("the driver should not fail without injected faults");
             taken.handle
         };
         take(&mut followed, 2 * MIB);

@@ -25,13 +25,15 @@ fn reductions_are_correct_across_frees_and_new_segments() {
             let allocator = rank.allocator(fixed());
             let registrar = rank.registrar(&allocator);
             for comm in comms {
-                registrar.attach(comm, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
+                registrar
+                    .attach(comm, &[PoolId::DEFAULT], Registration::Windows)
+                    .expect("the pool should be attachable");
             }
             let mut tensors: Vec<DeviceBuffer<f32>> = Vec::new();
             for round in 0..60_u64 {
                 let length = 1000 + 37_003 * (round as usize % 17);
                 // SAFETY: the memory is written before it is read.
-                tensors.push(unsafe { allocator.alloc(&rank.stream, length) }.expect("allocated"));
+                tensors.push(unsafe { allocator.alloc(&rank.stream, length) }.expect("the allocation should succeed"));
                 if tensors.len() > 6 {
                     drop(tensors.swap_remove(round as usize % 5));
                 }
@@ -41,11 +43,12 @@ fn reductions_are_correct_across_frees_and_new_segments() {
                 // Each rank passes the communicators in a different order.
                 let mut order = comms;
                 order.rotate_left((rank.rank as usize + round as usize) % 3);
-                registrar.sync(&order).expect("the ranks agree");
+                registrar.sync(&order).expect("the ranks should agree");
                 for (index, tensor) in tensors.iter_mut().enumerate() {
                     rank.write(tensor, round + index as u64);
                     let comm = comms[(round as usize + index) % 3];
-                    comm.all_reduce_in_place(tensor, ReduceOp::Sum, &rank.stream).expect("submitted");
+                    comm.all_reduce_in_place(tensor, ReduceOp::Sum, &rank.stream)
+                        .expect("the work should be submitted");
                 }
                 for (index, tensor) in tensors.iter().enumerate() {
                     assert_eq!(rank.wrong_sums(tensor, round + index as u64), 0, "round {round}, tensor {index}");
@@ -69,8 +72,9 @@ impl Memory {
     fn new(rank: &Rank<'_>, pool: PoolConfig) -> Self {
         let allocator = rank.allocator(pool);
         let largest = SIZES[SIZES.len() - 1] / 4;
-        let send = allocator.alloc_zeroed(&rank.stream, largest).expect("allocated");
-        let receive = allocator.alloc_zeroed(&rank.stream, rank.ranks as usize * largest).expect("allocated");
+        let send = allocator.alloc_zeroed(&rank.stream, largest).expect("the allocation should succeed");
+        let receive =
+            allocator.alloc_zeroed(&rank.stream, rank.ranks as usize * largest).expect("the allocation should succeed");
         Memory { allocator, send, receive }
     }
 }
@@ -81,11 +85,11 @@ fn microseconds(rank: &Rank<'_>, size_bytes: usize, mut collective: impl FnMut()
     (0..count.min(30)).for_each(|_| collective());
     let mut best = f64::MAX;
     for _ in 0..3 {
-        rank.stream.synchronize().expect("done");
+        rank.stream.synchronize().expect("the work should complete");
         rank.meet();
         let begun = Instant::now();
         (0..count).for_each(|_| collective());
-        rank.stream.synchronize().expect("done");
+        rank.stream.synchronize().expect("the work should complete");
         best = best.min(begun.elapsed().as_secs_f64() * 1e6 / count as f64);
     }
     best
@@ -95,11 +99,12 @@ fn row(rank: &Rank<'_>, comm: &Communicator, memory: &mut Memory, all_to_all: &A
     let (stream, length, world) = (&rank.stream, size / 4, rank.ranks as usize);
     let reduce = microseconds(rank, size, || {
         // The call is in place, because PyTorch's all-reduce always is.
-        comm.all_reduce_in_place(&mut memory.send.slice_mut(..length), ReduceOp::Sum, stream).expect("submitted");
+        comm.all_reduce_in_place(&mut memory.send.slice_mut(..length), ReduceOp::Sum, stream)
+            .expect("the work should be submitted");
     });
     let gather = microseconds(rank, size, || {
         let (send, mut receive) = (memory.send.slice(..length), memory.receive.slice_mut(..world * length));
-        comm.all_gather(&send, &mut receive, stream).expect("submitted");
+        comm.all_gather(&send, &mut receive, stream).expect("the work should be submitted");
     });
     // The splits are uneven: rank i receives i + 1 shares from every rank.
     let parts: u64 = (1..=world as u64).sum();
@@ -108,7 +113,7 @@ fn row(rank: &Rank<'_>, comm: &Communicator, memory: &mut Memory, all_to_all: &A
     let received = vec![rows(rank.rank as usize); world];
     let splits = Splits::sending(&sent).receiving(&received).expect("the splits are valid");
     let exchange = microseconds(rank, size, || {
-        all_to_all.run(stream, &memory.send, &mut memory.receive, 1, &splits).expect("submitted");
+        all_to_all.run(stream, &memory.send, &mut memory.receive, 1, &splits).expect("the work should be submitted");
     });
     [reduce, gather, exchange]
 }
@@ -124,8 +129,8 @@ fn the_cost_of_all_reduces_on_windows_and_on_plain_buffers() {
             let windows = (u64::from(rank.ranks) + 1) * (256 << 20) + 2 * MIB;
             let mut windows = Memory::new(rank, reserved(windows));
             let registrar = Arc::new(rank.registrar(&windows.allocator));
-            registrar.attach(&comm, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
-            registrar.sync(&[&comm]).expect("registered");
+            registrar.attach(&comm, &[PoolId::DEFAULT], Registration::Windows).expect("the pool should be attachable");
+            registrar.sync(&[&comm]).expect("the registration should succeed");
             let on_plain = AllToAll::new(&comm).expect("the instance is created");
             let on_windows =
                 AllToAll::builder(&comm).require_registered(&registrar).build().expect("the instance is created");
@@ -157,13 +162,14 @@ fn all_to_all_with_changing_splits_does_not_leak() {
         let (comm, world) = (rank.connect(id, Calls::Blocking), rank.ranks as usize);
         let allocator = rank.allocator(reserved(64 * MIB));
         let registrar = Arc::new(rank.registrar(&allocator));
-        registrar.attach(&comm, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
+        registrar.attach(&comm, &[PoolId::DEFAULT], Registration::Windows).expect("the pool should be attachable");
         let all_to_all =
             AllToAll::builder(&comm).require_registered(&registrar).build().expect("the instance is created");
         let input: Vec<u32> = (0..world * ROWS).map(|row| (rank.rank << 16) + row as u32).collect();
-        let mut send = allocator.alloc_zeroed::<u32>(&rank.stream, world * ROWS).expect("allocated");
-        rank.stream.memcpy_htod(&input, &mut send).expect("copied");
-        registrar.sync(&[&comm]).expect("registered");
+        let mut send =
+            allocator.alloc_zeroed::<u32>(&rank.stream, world * ROWS).expect("the allocation should succeed");
+        rank.stream.memcpy_htod(&input, &mut send).expect("the copy should succeed");
+        registrar.sync(&[&comm]).expect("the registration should succeed");
         // Rows that one rank sends to another in a call. Every rank can compute them, so every result can be checked.
         let rows = |call: u64, from: usize, to: usize| {
             let mixed = (call * 31 + from as u64 * 7 + to as u64 * 13).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 33;
@@ -175,17 +181,18 @@ fn all_to_all_with_changing_splits_does_not_leak() {
             let sent: Vec<u64> = (0..world).map(|to| rows(call, rank.rank as usize, to)).collect();
             // Every tenth call has new splits and exchanges them; for the others, each rank computes all splits itself.
             let splits = if call % 10 == 0 {
-                all_to_all.exchange_splits(&sent).expect("exchanged")
+                all_to_all.exchange_splits(&sent).expect("the ranks should exchange their splits")
             } else {
                 let received: Vec<u64> = (0..world).map(|from| rows(call, from, rank.rank as usize)).collect();
                 Splits::sending(&sent).receiving(&received).expect("the splits are valid")
             };
             // Each call has a new output, with the same size on all ranks.
-            let mut receive = allocator.alloc_zeroed::<u32>(&rank.stream, world * ROWS).expect("allocated");
-            all_to_all.run(&rank.stream, &send, &mut receive, 1, &splits).expect("submitted");
+            let mut receive =
+                allocator.alloc_zeroed::<u32>(&rank.stream, world * ROWS).expect("the allocation should succeed");
+            all_to_all.run(&rank.stream, &send, &mut receive, 1, &splits).expect("the work should be submitted");
             if call % 1000 == 0 {
-                let host = rank.stream.clone_dtoh(&receive).expect("copied");
-                rank.stream.synchronize().expect("done");
+                let host = rank.stream.clone_dtoh(&receive).expect("the copy should succeed");
+                rank.stream.synchronize().expect("the work should complete");
                 let mut expected = Vec::new();
                 for from in 0..world {
                     let first: u64 = (0..rank.rank as usize).map(|to| rows(call, from, to)).sum();
@@ -198,7 +205,7 @@ fn all_to_all_with_changing_splits_does_not_leak() {
                 before = Some(seen(rank, &registrar.stats()));
             }
         }
-        rank.stream.synchronize().expect("done");
+        rank.stream.synchronize().expect("the work should complete");
         let seconds = begun.elapsed().as_secs_f64();
         let after = seen(rank, &registrar.stats());
         if rank.is_first() {
@@ -217,11 +224,11 @@ fn all_to_all_with_changing_splits_does_not_leak() {
 
 /// Waits until all ranks are idle. Returns the registrations, file descriptors, device memory in MiB, and resident host memory in KiB in use.
 fn seen(rank: &Rank<'_>, stats: &symmalloc_nccl::RegistrarStats) -> (u64, usize, u64, u64) {
-    rank.stream.synchronize().expect("done");
+    rank.stream.synchronize().expect("the work should complete");
     rank.meet();
     let info = rank.device.memory_info().expect("the driver reports free memory");
     let pages = std::fs::read_to_string("/proc/self/statm").expect("a page count");
-    let resident: u64 = pages.split(' ').nth(1).and_then(|pages| pages.parse().ok()).expect("a number");
+    let resident: u64 = pages.split(' ').nth(1).and_then(|pages| pages.parse().ok()).expect("it should be a number");
     let seen = (stats.registrations, descriptors(), (info.total_bytes - info.free_bytes) >> 20, resident * 4);
     rank.meet();
     seen

@@ -27,16 +27,16 @@ fn registrar(allocator: &CudaAllocator, mode: Mode, comms: &[&Communicator]) -> 
     let registrar = Registrar::builder(allocator).build().expect("the registrar is created");
     let attachment = Attachment { agreement: mode, ..Attachment::default() };
     for comm in comms {
-        registrar.attach(comm, &[PoolId::DEFAULT], attachment).expect("attached");
+        registrar.attach(comm, &[PoolId::DEFAULT], attachment).expect("the pool should be attachable");
     }
-    registrar.sync(comms).expect("registered");
+    registrar.sync(comms).expect("the registration should succeed");
     registrar
 }
 
 /// Runs one all-reduce and waits on the host until it has finished.
 fn small_all_reduce<T: DevicePtrMut<f32>>(rank: &Rank<'_>, comm: &Communicator, buffer: &mut T) {
-    comm.all_reduce_in_place(buffer, ReduceOp::Sum, &rank.stream).expect("submitted");
-    rank.stream.synchronize().expect("done");
+    comm.all_reduce_in_place(buffer, ReduceOp::Sum, &rank.stream).expect("the work should be submitted");
+    rank.stream.synchronize().expect("the work should complete");
 }
 
 #[test]
@@ -47,7 +47,7 @@ fn a_sync_with_nothing_new_is_cheap() {
         let quiet = ranks(count, |rank| {
             let comms = id.map(|id| rank.connect(id, calls));
             let allocator = rank.allocator(reserved(8 * MIB));
-            let mut buffer = allocator.alloc_zeroed::<f32>(&rank.stream, 16).expect("allocated");
+            let mut buffer = allocator.alloc_zeroed::<f32>(&rank.stream, 16).expect("the allocation should succeed");
             let off = registrar(&allocator, Mode::Off, &[&comms[0], &comms[1]]);
             let mut quiet = [0.0; 2];
             for (many, quiet) in quiet.iter_mut().enumerate() {
@@ -56,7 +56,7 @@ fn a_sync_with_nothing_new_is_cheap() {
                 for _ in 0..20 {
                     let begun = Instant::now();
                     for _ in 0..10_000 {
-                        off.sync(&both[..=many]).expect("nothing to do");
+                        off.sync(&both[..=many]).expect("the call should have nothing to do");
                     }
                     best = best.min(begun.elapsed().as_secs_f64() * 1e9 / 10_000.0);
                 }
@@ -65,16 +65,19 @@ fn a_sync_with_nothing_new_is_cheap() {
             drop(off);
             let agreeing = registrar(&allocator, Mode::AtSync, &[&comms[0]]);
             (0..100).for_each(|_| small_all_reduce(rank, &comms[0], &mut buffer));
-            (0..100).for_each(|_| assert_eq!(agreeing.sync(&[&comms[0]]).expect("agreed").registrations, 0));
+            (0..100).for_each(|_| {
+                assert_eq!(agreeing.sync(&[&comms[0]]).expect("the ranks should agree").registrations, 0)
+            });
             rank.meet();
             let collective = timed(2000, || small_all_reduce(rank, &comms[0], &mut buffer));
             rank.meet();
-            let transport = NcclTransport::new(&comms[0]).expect("memory is available");
-            (0..100).for_each(|_| drop(transport.all_gather(&[0; 64]).expect("gathered")));
+            let transport = NcclTransport::new(&comms[0]).expect("memory should suffice");
+            (0..100).for_each(|_| drop(transport.all_gather(&[0; 64]).expect("the ranks should gather")));
             rank.meet();
-            let gather = timed(2000, || drop(transport.all_gather(&[0; 64]).expect("gathered")));
+            let gather = timed(2000, || drop(transport.all_gather(&[0; 64]).expect("the ranks should gather")));
             rank.meet();
-            let sync = timed(2000, || assert_eq!(agreeing.sync(&[&comms[0]]).expect("agreed").rounds, 1));
+            let sync =
+                timed(2000, || assert_eq!(agreeing.sync(&[&comms[0]]).expect("the ranks should agree").rounds, 1));
             if rank.is_first() {
                 println!(
                     "{calls:?}, {count} ranks: sync with nothing new {:.0} ns (two communicators {:.0} ns); with agreement {:.1} us \
@@ -97,46 +100,56 @@ fn a_registration_costs_what_nccls_own_does() {
         ranks(count, |rank| {
             let comm = rank.connect(id, calls);
             // First, make NCCL's calls directly, on memory from the backend.
-            let backend = CudaBackend::builder(&rank.device).build().expect("supported");
+            let backend = CudaBackend::builder(&rank.device).build().expect("the options should be supported");
             let segments: Vec<_> = (0..WINDOWS)
                 .map(|_| {
-                    let range = backend.reserve(2 * MIB).expect("reserved");
-                    backend.map(range, 0, 2 * MIB).expect("mapped");
+                    let range = backend.reserve(2 * MIB).expect("the reservation should succeed");
+                    backend.map(range, 0, 2 * MIB).expect("the mapping should succeed");
                     range
                 })
                 .collect();
             let mut windows: Vec<Registered> = Vec::new();
             rank.meet();
-            let first =
-                timed(1, || windows.push(comm.register_window(segments[0].base.0, 2 * MIB).expect("registered")));
+            let first = timed(1, || {
+                windows
+                    .push(comm.register_window(segments[0].base.0, 2 * MIB).expect("the registration should succeed"))
+            });
             let mut rest = segments[1..].iter();
             let own = timed(WINDOWS - 1, || {
                 let segment = rest.next().expect("there are as many segments as windows");
-                windows.push(comm.register_window(segment.base.0, 2 * MIB).expect("registered"));
+                windows.push(comm.register_window(segment.base.0, 2 * MIB).expect("the registration should succeed"));
             });
             let mut gone = windows.into_iter();
             let own_back = timed(WINDOWS, || match gone.next().expect("there are as many segments as windows") {
-                Registered::Window(window) => comm.deregister_window(window).expect("deregistered"),
-                Registered::Plain(registration) => comm.deregister_buffer(registration).expect("deregistered"),
+                Registered::Window(window) => {
+                    comm.deregister_window(window).expect("the deregistration should succeed")
+                }
+                Registered::Plain(registration) => {
+                    comm.deregister_buffer(registration).expect("the deregistration should succeed")
+                }
             });
             for segment in segments {
                 backend.unmap(segment, 0, 2 * MIB).expect("unmapped");
-                backend.release(segment).expect("released");
+                backend.release(segment).expect("the memory should be released");
             }
             // Then register the same number of segments of a pool with one sync of a registrar.
             let allocator = rank.allocator(fixed());
             let registrar = registrar(&allocator, Mode::AtSync, &[&comm]);
-            let blocks: Vec<_> =
-                (0..2 * WINDOWS).map(|_| allocator.allocate(&rank.stream, MIB).expect("allocated").handle).collect();
+            let blocks: Vec<_> = (0..2 * WINDOWS)
+                .map(|_| allocator.allocate(&rank.stream, MIB).expect("the allocation should succeed").handle)
+                .collect();
             rank.meet();
             let begun = Instant::now();
-            assert_eq!(registrar.sync(&[&comm]).expect("registered").registrations, WINDOWS as u64);
+            assert_eq!(
+                registrar.sync(&[&comm]).expect("the registration should succeed").registrations,
+                WINDOWS as u64
+            );
             let ours = begun.elapsed().as_secs_f64() * 1e6 / WINDOWS as f64;
-            blocks.into_iter().for_each(|block| allocator.free(block).expect("freed"));
+            blocks.into_iter().for_each(|block| allocator.free(block).expect("the memory should be freed"));
             allocator.trim_all().expect("the driver releases the memory");
             rank.meet();
             let begun = Instant::now();
-            let synced = registrar.sync(&[&comm]).expect("deregistered");
+            let synced = registrar.sync(&[&comm]).expect("the deregistration should succeed");
             let ours_back = begun.elapsed().as_secs_f64() * 1e6 / WINDOWS as f64;
             assert_eq!((synced.deregistrations, synced.released_bytes), (WINDOWS as u64, 2 * MIB * WINDOWS as u64));
             if rank.is_first() {
@@ -164,14 +177,14 @@ fn watching_costs_less_than_a_tenth_of_a_submission() {
         return;
     }
     const OPS: u32 = 10_000;
-    let device = CudaDevice::new(0).expect("a device");
-    let stream = device.context().new_stream().expect("a stream");
+    let device = CudaDevice::new(0).expect("the device should be created");
+    let stream = device.context().new_stream().expect("the driver should create a stream");
     let id = UniqueId::new().expect("NCCL creates an id");
     let comm = Communicator::builder(&device).connect(id, 0, 1).expect("a single rank connects");
     let allocator = CudaAllocator::new(&device, Config::default()).expect("the allocator is created");
-    let mut small = allocator.alloc_zeroed::<u8>(&stream, 4 << 10).expect("allocated");
+    let mut small = allocator.alloc_zeroed::<u8>(&stream, 4 << 10).expect("the allocation should succeed");
     // The device takes longer for it than the host does to submit it.
-    let mut large = allocator.alloc_zeroed::<u8>(&stream, 32 << 20).expect("allocated");
+    let mut large = allocator.alloc_zeroed::<u8>(&stream, 32 << 20).expect("the allocation should succeed");
     let per_op = |time: Duration| time.as_secs_f64() * 1e9 / f64::from(OPS);
     let announced = || {
         let begun = Instant::now();
@@ -179,7 +192,7 @@ fn watching_costs_less_than_a_tenth_of_a_submission() {
             comm.announce("nothing", None, &stream, || ()).expect("the communicator is ready");
         }
         let time = begun.elapsed();
-        comm.synchronize(&stream).expect("done");
+        comm.synchronize(&stream).expect("the work should complete");
         per_op(time)
     };
     let fills = |buffer: &mut DeviceBuffer<u8>, is_announced: bool| {
@@ -187,12 +200,14 @@ fn watching_costs_less_than_a_tenth_of_a_submission() {
         for _ in 0..OPS {
             if is_announced {
                 let fill = || stream.memset_zeros(buffer);
-                comm.announce("fill", None, &stream, fill).expect("the communicator is ready").expect("submitted");
+                comm.announce("fill", None, &stream, fill)
+                    .expect("the communicator is ready")
+                    .expect("the work should be submitted");
             } else {
-                stream.memset_zeros(buffer).expect("submitted");
+                stream.memset_zeros(buffer).expect("the work should be submitted");
             }
         }
-        stream.synchronize().expect("done");
+        stream.synchronize().expect("the work should complete");
         per_op(begun.elapsed())
     };
     let mut watch = Vec::new();

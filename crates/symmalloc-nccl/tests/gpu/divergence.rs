@@ -10,8 +10,9 @@ use symmalloc_nccl::{CommState, Communicator, ReduceOp, Registrar, Registration,
 /// Runs the part of the program that is equal on all ranks, before they diverge.
 fn begin(rank: &Rank<'_>, comm: &Communicator, allocator: &CudaAllocator) -> (Registrar, DeviceBuffer<f32>) {
     let registrar = rank.registrar(allocator);
-    registrar.attach(comm, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
-    let weights = allocator.alloc_zeroed_named::<f32>(&rank.stream, 1 << 18, "weights").expect("allocated");
+    registrar.attach(comm, &[PoolId::DEFAULT], Registration::Windows).expect("the pool should be attachable");
+    let weights =
+        allocator.alloc_zeroed_named::<f32>(&rank.stream, 1 << 18, "weights").expect("the allocation should succeed");
     registrar.sync(&[comm]).expect("the ranks agree so far");
     (registrar, weights)
 }
@@ -33,7 +34,7 @@ fn disagreement(calls: Calls, differs: impl Fn(&Rank<'_>, &CudaAllocator) + Sync
         // Nothing was registered. The communicator still works, and its windows are unchanged.
         assert_eq!((comm.state(), registrar.stats().windows), (CommState::Ready, 1));
         rank.write(&mut weights, 5);
-        comm.all_reduce_in_place(&mut weights, ReduceOp::Sum, &rank.stream).expect("submitted");
+        comm.all_reduce_in_place(&mut weights, ReduceOp::Sum, &rank.stream).expect("the work should be submitted");
         assert_eq!(rank.wrong_sums(&weights, 5), 0);
         (*disagreement, took)
     });
@@ -50,7 +51,7 @@ fn last_rank(rank: &Rank<'_>) -> bool {
 fn allocate(rank: &Rank<'_>, allocator: &CudaAllocator, size_bytes: u64, name: &str) {
     let allocated = allocator.allocate_named(&rank.stream, size_bytes, name);
     // The block is never freed.
-    let _handle = allocated.expect("allocated").handle;
+    let _handle = allocated.expect("the allocation should succeed").handle;
 }
 
 #[test]
@@ -60,7 +61,7 @@ fn another_size_is_reported() {
             allocate(rank, allocator, if last_rank(rank) { MIB + 512 } else { MIB }, "gradient");
         });
         let Some(report) = report else { return };
-        let heap = report.first_heap().expect("a heap differs");
+        let heap = report.first_heap().expect("a heap should differ");
         assert_eq!(heap.groups.len(), 2, "{report}");
         assert!(report.to_string().contains("1,049,088 bytes \"gradient\""), "{report}");
     }
@@ -83,9 +84,10 @@ fn another_order_is_reported() {
 #[test]
 fn another_op_is_reported() {
     let report = disagreement(Calls::Blocking, |rank, allocator| {
-        let block = allocator.allocate_named(&rank.stream, MIB, "activation").expect("allocated").handle;
+        let block =
+            allocator.allocate_named(&rank.stream, MIB, "activation").expect("the allocation should succeed").handle;
         if last_rank(rank) {
-            allocator.free(block).expect("freed");
+            allocator.free(block).expect("the memory should be freed");
         } else {
             allocate(rank, allocator, MIB, "activation");
         }
@@ -102,8 +104,11 @@ fn memory_that_one_rank_is_refused_is_reported() {
     let reports = ranks(count, |rank| {
         let comm = rank.connect(id, Calls::Blocking);
         let room = if last_rank(rank) { 4 * MIB } else { 64 * MIB };
-        let backend = CudaBackend::builder(&rank.device).descending_addresses(room).build().expect("supported");
-        let config = Config::builder().default_pool(fixed()).build().expect("valid");
+        let backend = CudaBackend::builder(&rank.device)
+            .descending_addresses(room)
+            .build()
+            .expect("the options should be supported");
+        let config = Config::builder().default_pool(fixed()).build().expect("the configuration should be valid");
         let allocator = CudaAllocator::with_backend(backend, config).expect("the allocator is created");
         let (registrar, _weights) = begin(rank, &comm, &allocator);
         let allocated = allocator.allocate_named(&rank.stream, 12 * MIB, "cache");
@@ -127,7 +132,7 @@ fn another_configuration_is_reported() {
         let size = if last_rank(rank) { 16 * MIB } else { 8 * MIB };
         let allocator = rank.allocator(reserved(size));
         let registrar = rank.registrar(&allocator);
-        registrar.attach(&comm, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
+        registrar.attach(&comm, &[PoolId::DEFAULT], Registration::Windows).expect("the pool should be attachable");
         allocate(rank, &allocator, MIB, "weights");
         let error = registrar.sync(&[&comm]).expect_err("the ranks differ");
         if rank.is_first() {
@@ -145,7 +150,11 @@ fn a_rank_that_stops_ends_the_others_sync_within_the_deadline() {
     for calls in [Calls::Blocking, Calls::Nonblocking] {
         let id = UniqueId::new().expect("NCCL creates an id");
         ranks(count, |rank| {
-            let comm = rank.builder(calls).deadline(deadline).connect(id, rank.rank, rank.ranks).expect("connected");
+            let comm = rank
+                .builder(calls)
+                .deadline(deadline)
+                .connect(id, rank.rank, rank.ranks)
+                .expect("the connection should succeed");
             let allocator = rank.allocator(fixed());
             let (registrar, weights) = begin(rank, &comm, &allocator);
             if last_rank(rank) {
@@ -191,15 +200,15 @@ fn a_new_communicator_takes_over_from_an_aborted_one() {
         let old = rank.connect(ids[0], Calls::Blocking);
         let (registrar, mut weights) = begin(rank, &old, &allocator);
         rank.meet();
-        old.abort().expect("aborted");
+        old.abort().expect("the communicator should be aborted");
         let new = rank.connect(ids[1], Calls::Blocking);
-        registrar.attach(&new, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
-        assert_eq!(registrar.sync(&[&new]).expect("registered").registrations, 1);
+        registrar.attach(&new, &[PoolId::DEFAULT], Registration::Windows).expect("the pool should be attachable");
+        assert_eq!(registrar.sync(&[&new]).expect("the registration should succeed").registrations, 1);
         assert!(registrar.window_of(&old, &weights).is_err());
         let window = registrar.window_of(&new, &weights).expect("it has a window");
         assert_eq!(window.offset_bytes, 0);
         rank.write(&mut weights, 9);
-        new.all_reduce_in_place(&mut weights, ReduceOp::Sum, &rank.stream).expect("submitted");
+        new.all_reduce_in_place(&mut weights, ReduceOp::Sum, &rank.stream).expect("the work should be submitted");
         assert_eq!(rank.wrong_sums(&weights, 9), 0);
     });
 }
@@ -216,9 +225,13 @@ fn private_pools_may_differ() {
         let pool = allocator.create_pool(PoolConfig::default()).expect("the pool is created");
         let private = allocator.with_pool(&pool);
         let blocks: Vec<_> = (0..=rank.rank)
-            .map(|count| private.alloc_zeroed::<u8>(&rank.stream, (1 + count as usize) << 20).expect("allocated"))
+            .map(|count| {
+                private
+                    .alloc_zeroed::<u8>(&rank.stream, (1 + count as usize) << 20)
+                    .expect("the allocation should succeed")
+            })
             .collect();
-        registrar.attach(&comm, &[pool.id()], Registration::Buffers).expect("attached");
+        registrar.attach(&comm, &[pool.id()], Registration::Buffers).expect("the pool should be attachable");
         registrar.sync(&[&comm]).expect("the symmetric pools agree");
         let span = registrar.window_of(&comm, &blocks[0]);
         assert!(span.is_err(), "registered for this rank alone: {span:?}");

@@ -10,7 +10,7 @@ mod inference_engine;
 fn run(ranks: u32) {
     let options =
         inference_engine::Options { ranks: Some(ranks), requests: 200, rounds: 1, threads: true, ..Default::default() };
-    let reports = inference_engine::run(&options).expect("all ranks finish");
+    let reports = inference_engine::run(&options).expect("all ranks should finish");
     print!("{}", inference_engine::Table(&reports));
     assert!(reports.iter().all(inference_engine::Report::is_right));
 }

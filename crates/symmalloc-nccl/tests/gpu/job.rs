@@ -38,8 +38,8 @@ pub(crate) fn devices() -> Option<u32> {
 pub(crate) fn ranks<T: Send>(count: u32, body: impl Fn(&Rank<'_>) -> T + Sync) -> Vec<T> {
     let barrier = Barrier::new(count as usize);
     let run = |rank| {
-        let device = CudaDevice::new(rank as usize).expect("a device");
-        let stream = device.context().new_stream().expect("a stream");
+        let device = CudaDevice::new(rank as usize).expect("the device should be created");
+        let stream = device.context().new_stream().expect("the driver should create a stream");
         body(&Rank { rank, ranks: count, device, stream, barrier: &barrier })
     };
     std::thread::scope(|scope| {
@@ -71,17 +71,17 @@ impl Rank<'_> {
     }
 
     pub(crate) fn connect(&self, id: UniqueId, calls: Calls) -> Communicator {
-        self.builder(calls).connect(id, self.rank, self.ranks).expect("all ranks arrive")
+        self.builder(calls).connect(id, self.rank, self.ranks).expect("all ranks should arrive")
     }
 
     /// Creates an allocator whose default pool has this policy. Odd ranks allocate addresses in descending order.
     pub(crate) fn allocator(&self, pool: PoolConfig) -> CudaAllocator {
         let builder = CudaBackend::builder(&self.device);
         let builder = if self.rank % 2 == 1 { builder.descending_addresses(1 << 40) } else { builder };
-        let config = Config::builder().default_pool(pool).build().expect("valid");
-        let allocator =
-            CudaAllocator::with_backend(builder.build().expect("supported"), config).expect("the allocator is created");
-        allocator.register_stream(&self.stream).expect("registered");
+        let config = Config::builder().default_pool(pool).build().expect("the configuration should be valid");
+        let allocator = CudaAllocator::with_backend(builder.build().expect("the options should be supported"), config)
+            .expect("the allocator is created");
+        allocator.register_stream(&self.stream).expect("the stream should be registered");
         allocator
     }
 
@@ -110,7 +110,7 @@ impl Rank<'_> {
 
     pub(crate) fn write_on<T: DevicePtrMut<f32>>(&self, stream: &Arc<CudaStream>, buffer: &mut T, round: u64) {
         let host: Vec<f32> = (0..buffer.len()).map(|element| given(self.rank, round, element)).collect();
-        stream.memcpy_htod(&host, buffer).expect("copied");
+        stream.memcpy_htod(&host, buffer).expect("the copy should succeed");
     }
 
     pub(crate) fn wrong_sums_on<T: DevicePtr<f32>>(&self, stream: &Arc<CudaStream>, buffer: &T, round: u64) -> usize {
@@ -124,8 +124,8 @@ impl Rank<'_> {
 }
 
 fn wrong_sums<T: DevicePtr<f32>>(stream: &Arc<CudaStream>, members: Range<u32>, buffer: &T, round: u64) -> usize {
-    let host = stream.clone_dtoh(buffer).expect("copied");
-    stream.synchronize().expect("done");
+    let host = stream.clone_dtoh(buffer).expect("the copy should succeed");
+    stream.synchronize().expect("the work should complete");
     let sum = |element| members.clone().map(|rank| given(rank, round, element)).sum::<f32>();
     host.iter().enumerate().filter(|(element, value)| **value != sum(*element)).count()
 }
@@ -137,25 +137,26 @@ fn given(rank: u32, round: u64, element: usize) -> f32 {
 
 /// Returns the policy of a symmetric pool with one segment, reserved up front.
 pub(crate) fn reserved(segment_bytes: u64) -> PoolConfig {
-    PoolConfig::builder().reserved(segment_bytes).symmetric(true).build().expect("valid")
+    PoolConfig::builder().reserved(segment_bytes).symmetric(true).build().expect("the configuration should be valid")
 }
 
 /// Returns the policy of a symmetric pool with PyTorch's segment sizes.
 pub(crate) fn fixed() -> PoolConfig {
-    PoolConfig::builder().fixed().symmetric(true).build().expect("valid")
+    PoolConfig::builder().fixed().symmetric(true).build().expect("the configuration should be valid")
 }
 
 /// Returns a command that runs this test in a separate process. NCCL reads its environment only once, and a kernel that never ends
 /// disappears only with its process.
 pub(crate) fn again(test: &str) -> Command {
-    let mut command = Command::new(std::env::current_exe().expect("the test's executable"));
+    let mut command = Command::new(std::env::current_exe().expect("the test's executable should be known"));
     command.args([test, "--exact", "--nocapture", "--test-threads=1"]);
     command
 }
 
 /// Starts this test again with one process per rank, with the environment variables of torchrun and `variable`.
 pub(crate) fn processes(test: &str, ranks: u32, variable: (&str, &str)) -> Vec<Child> {
-    let free = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a free port");
+    let free =
+        TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a port should be free");
     let world = ranks.to_string();
     let start = |rank: u32| {
         let rank = rank.to_string();
@@ -164,7 +165,7 @@ pub(crate) fn processes(test: &str, ranks: u32, variable: (&str, &str)) -> Vec<C
             .env("SYMMALLOC_RENDEZVOUS", free.to_string())
             .env(variable.0, variable.1)
             .spawn()
-            .expect("started again")
+            .expect("the process should start again")
     };
     (0..ranks).map(start).collect()
 }
@@ -177,7 +178,7 @@ pub(crate) fn status_of(child: &mut Child) -> Option<i32> {
             return status.code();
         }
         if begun.elapsed() > Duration::from_secs(30) {
-            child.kill().expect("killed");
+            child.kill().expect("the process should be killed");
             panic!("the child did not end within 30 seconds");
         }
         std::thread::sleep(Duration::from_millis(50));
@@ -188,7 +189,7 @@ pub(crate) fn status_of(child: &mut Child) -> Option<i32> {
 pub(crate) fn take(rank: &Rank<'_>, allocator: &CudaAllocator, tensors: &mut Vec<DeviceBuffer<f32>>, round: u64) {
     let length = 1000 + 90_001 * (round as usize % 13);
     // SAFETY: the memory is written before it is read.
-    tensors.push(unsafe { allocator.alloc(&rank.stream, length) }.expect("allocated"));
+    tensors.push(unsafe { allocator.alloc(&rank.stream, length) }.expect("the allocation should succeed"));
     if tensors.len() > 4 {
         drop(tensors.swap_remove(round as usize % 3));
     }
@@ -204,7 +205,7 @@ pub(crate) fn reduce_and_check(
 ) {
     for (index, tensor) in tensors.iter_mut().enumerate() {
         rank.write(*tensor, round + index as u64);
-        comm.all_reduce_in_place(*tensor, ReduceOp::Sum, &rank.stream).expect("submitted");
+        comm.all_reduce_in_place(*tensor, ReduceOp::Sum, &rank.stream).expect("the work should be submitted");
     }
     comm.synchronize(&rank.stream).expect("every member arrives");
     for (index, tensor) in tensors.iter().enumerate() {
@@ -216,7 +217,7 @@ pub(crate) fn reduce_and_check(
 /// Returns the number of devices, or prints the reason and returns `None` if there are too few, or NCCL lacks a capability.
 pub(crate) fn devices_with(capabilities: &[Capability]) -> Option<u32> {
     let count = devices()?;
-    let nccl = Nccl::load().expect("libnccl is available");
+    let nccl = Nccl::load().expect("libnccl should be available");
     if let Some(missing) = capabilities.iter().find(|capability| !nccl.supports(**capability)) {
         println!("skipped: NCCL {} has no {missing}", nccl.version());
         return None;
@@ -226,14 +227,14 @@ pub(crate) fn devices_with(capabilities: &[Capability]) -> Option<u32> {
 
 /// Deregisters the windows of all ranks together, and destroys the communicator.
 pub(crate) fn leave(registrar: &Registrar, comm: &Communicator) {
-    registrar.detach(comm, &[PoolId::DEFAULT]).expect("detached");
-    registrar.sync(&[comm]).expect("the members agree");
-    comm.destroy().expect("destroyed");
+    registrar.detach(comm, &[PoolId::DEFAULT]).expect("the pool should be detached");
+    registrar.sync(&[comm]).expect("the members should agree");
+    comm.destroy().expect("the communicator should be destroyed");
 }
 
 /// Returns the number of open file descriptors. Counting them opens one, so ranks count in turns.
 pub(crate) fn descriptors() -> usize {
     static TURN: Mutex<()> = Mutex::new(());
     let _turn = TURN.lock().expect("the lock is not poisoned");
-    std::fs::read_dir("/proc/self/fd").expect("a folder").count()
+    std::fs::read_dir("/proc/self/fd").expect("the folder should be readable").count()
 }

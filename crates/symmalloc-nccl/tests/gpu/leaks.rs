@@ -17,7 +17,7 @@ struct InUse {
 fn in_use(rank: &Rank<'_>) -> InUse {
     let info = rank.device.memory_info().expect("the driver reports free memory");
     let pages = std::fs::read_to_string("/proc/self/statm").expect("a page count");
-    let pages: u64 = pages.split(' ').next().and_then(|pages| pages.parse().ok()).expect("a number");
+    let pages: u64 = pages.split(' ').next().and_then(|pages| pages.parse().ok()).expect("it should be a number");
     InUse { descriptors: descriptors(), device_bytes: info.total_bytes - info.free_bytes, address_bytes: pages * 4096 }
 }
 
@@ -34,23 +34,25 @@ fn live(rank: &Rank<'_>, id: UniqueId, calls: Calls, end: End) {
     let comm = rank.connect(id, calls);
     let allocator = rank.allocator(fixed());
     let registrar = rank.registrar(&allocator);
-    registrar.attach(&comm, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
-    let mut buffer = allocator.alloc_zeroed::<f32>(&rank.stream, (64 << 20) / 4).expect("allocated");
-    let _small: Vec<_> =
-        (0..8).map(|_| allocator.alloc_zeroed::<u8>(&rank.stream, MIB as usize).expect("allocated")).collect();
-    registrar.sync(&[&comm]).expect("registered");
+    registrar.attach(&comm, &[PoolId::DEFAULT], Registration::Windows).expect("the pool should be attachable");
+    let mut buffer =
+        allocator.alloc_zeroed::<f32>(&rank.stream, (64 << 20) / 4).expect("the allocation should succeed");
+    let _small: Vec<_> = (0..8)
+        .map(|_| allocator.alloc_zeroed::<u8>(&rank.stream, MIB as usize).expect("the allocation should succeed"))
+        .collect();
+    registrar.sync(&[&comm]).expect("the registration should succeed");
     rank.write(&mut buffer, 3);
-    comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &rank.stream).expect("submitted");
+    comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &rank.stream).expect("the work should be submitted");
     assert_eq!(rank.wrong_sums(&buffer, 3), 0);
     rank.meet();
     match end {
         End::DetachAndDestroy => {
             registrar.detach(&comm, &[PoolId::DEFAULT]).expect("attached before");
-            registrar.sync(&[&comm]).expect("deregistered");
-            comm.destroy().expect("destroyed");
+            registrar.sync(&[&comm]).expect("the deregistration should succeed");
+            comm.destroy().expect("the communicator should be destroyed");
         }
-        End::Destroy => comm.destroy().expect("destroyed"),
-        End::Abort => comm.abort().expect("aborted"),
+        End::Destroy => comm.destroy().expect("the communicator should be destroyed"),
+        End::Abort => comm.abort().expect("the communicator should be aborted"),
         End::Drop => {}
     }
 }

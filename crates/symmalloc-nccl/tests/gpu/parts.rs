@@ -30,7 +30,7 @@ fn communicators_that_overlap_in_half_of_the_ranks_reduce_correctly() {
         ranks(count, |rank| {
             let world = rank.connect(id, calls);
             let comms = members.clone().map(|members| {
-                world.split(members.contains(&rank.rank).then_some(0), rank.rank).expect("all ranks split")
+                world.split(members.contains(&rank.rank).then_some(0), rank.rank).expect("all ranks should split")
             });
             let allocator = rank.allocator(fixed());
             let registrar = rank.registrar(&allocator);
@@ -39,7 +39,7 @@ fn communicators_that_overlap_in_half_of_the_ranks_reduce_correctly() {
             for (comm, pool) in comms.iter().zip(&pools) {
                 if let Some(comm) = comm {
                     let attached = [PoolId::DEFAULT, pool.id()];
-                    registrar.attach(comm, &attached, Registration::Windows).expect("attached");
+                    registrar.attach(comm, &attached, Registration::Windows).expect("the pool should be attachable");
                 }
             }
             let mut shared: Vec<DeviceBuffer<f32>> = Vec::new();
@@ -58,7 +58,7 @@ fn communicators_that_overlap_in_half_of_the_ranks_reduce_correctly() {
                 let mut order: Vec<&Communicator> = comms.iter().flatten().collect();
                 let first = (rank.rank as usize + round as usize) % order.len();
                 order.rotate_left(first);
-                registrar.sync(&order).expect("the members agree");
+                registrar.sync(&order).expect("the members should agree");
                 for ((comm, members), tensors) in comms.iter().zip(&members).zip(&mut own) {
                     if let Some(comm) = comm {
                         let tensors: Vec<_> = shared.iter_mut().chain(tensors).collect();
@@ -78,7 +78,7 @@ fn communicators_that_overlap_in_half_of_the_ranks_reduce_correctly() {
 fn a_communicator_continues_without_its_last_rank() {
     continue_without_the_last_rank(|rank, world| {
         let color = (rank.rank + 1 < rank.ranks).then_some(0);
-        world.split(color, rank.rank).expect("all ranks split")
+        world.split(color, rank.rank).expect("all ranks should split")
     });
 }
 
@@ -105,10 +105,10 @@ fn continue_without_the_last_rank(replace: impl Fn(&Rank<'_>, &Communicator) -> 
         let registrar = rank.registrar(&allocator);
         let mut tensors: Vec<DeviceBuffer<f32>> = Vec::new();
         let rounds = |comm: &Communicator, members: Range<u32>, tensors: &mut Vec<_>, first: u64| {
-            registrar.attach(comm, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
+            registrar.attach(comm, &[PoolId::DEFAULT], Registration::Windows).expect("the pool should be attachable");
             for round in first..first + 10 {
                 take(rank, &allocator, tensors, round);
-                registrar.sync(&[comm]).expect("the members agree");
+                registrar.sync(&[comm]).expect("the members should agree");
                 reduce_and_check(rank, comm, members.clone(), tensors.iter_mut().collect(), round);
             }
         };
@@ -117,9 +117,9 @@ fn continue_without_the_last_rank(replace: impl Fn(&Rank<'_>, &Communicator) -> 
         let rest = replace(rank, &world);
         rank.meet();
         // The windows of all ranks are deregistered together, before the communicator ends.
-        registrar.detach(&world, &[PoolId::DEFAULT]).expect("detached");
-        registrar.sync(&[&world]).expect("the ranks agree");
-        world.destroy().expect("destroyed");
+        registrar.detach(&world, &[PoolId::DEFAULT]).expect("the pool should be detached");
+        registrar.sync(&[&world]).expect("the ranks should agree");
+        world.destroy().expect("the communicator should be destroyed");
         let Some(rest) = rest else { return };
         rounds(&rest, 0..count - 1, &mut tensors, 10);
         let stats = registrar.stats();
@@ -128,8 +128,8 @@ fn continue_without_the_last_rank(replace: impl Fn(&Rank<'_>, &Communicator) -> 
             let (windows, mib) = (stats.windows, stats.window_bytes / MIB);
             println!("{} of {count} ranks continue, with {windows} windows of {mib} MiB", rest.ranks());
         }
-        registrar.detach(&rest, &[PoolId::DEFAULT]).expect("detached");
-        registrar.sync(&[&rest]).expect("the members agree");
+        registrar.detach(&rest, &[PoolId::DEFAULT]).expect("the pool should be detached");
+        registrar.sync(&[&rest]).expect("the members should agree");
     });
 }
 
@@ -147,12 +147,14 @@ fn a_communicator_shrinks_and_grows_again() {
             let mut tensors: Vec<DeviceBuffer<f32>> = Vec::new();
             let mut rounds = |comm: Option<&Communicator>, members: Range<u32>, first: u64| {
                 if let Some(comm) = comm {
-                    registrar.attach(comm, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
+                    registrar
+                        .attach(comm, &[PoolId::DEFAULT], Registration::Windows)
+                        .expect("the pool should be attachable");
                 }
                 for round in first..first + 10 {
                     take(rank, &allocator, &mut tensors, round);
                     if let Some(comm) = comm {
-                        registrar.sync(&[comm]).expect("the members agree");
+                        registrar.sync(&[comm]).expect("the members should agree");
                         reduce_and_check(rank, comm, members.clone(), tensors.iter_mut().collect(), round);
                     }
                 }
@@ -176,7 +178,7 @@ fn a_communicator_shrinks_and_grows_again() {
                 Some(rest) => builder.grow(rest, id, count),
                 None => builder.join(id, last, count),
             };
-            let grown = grown.expect("all ranks arrive");
+            let grown = grown.expect("all ranks should arrive");
             let waited = since.elapsed();
             assert_eq!((grown.rank(), grown.ranks()), (rank.rank, count));
             rest.iter().for_each(|rest| leave(&registrar, rest));
@@ -205,8 +207,8 @@ fn ranks_revoke_and_continue_without_the_missing_one() {
         let mut children = processes(NAME, count, (CHILD, case));
         let mut missing = children.pop().expect("there are at least two ranks");
         let statuses: Vec<_> = children.iter_mut().map(status_of).collect();
-        missing.kill().expect("killed");
-        missing.wait().expect("it has ended");
+        missing.kill().expect("the process should be killed");
+        missing.wait().expect("it should have ended");
         assert!(statuses.iter().all(|status| *status == Some(0)), "{case}: {statuses:?}");
     }
 }
@@ -214,23 +216,24 @@ fn ranks_revoke_and_continue_without_the_missing_one() {
 /// Runs one rank of [`ranks_revoke_and_continue_without_the_missing_one`].
 fn continue_after_a_revoke(calls: Calls, killed: bool) {
     let launch = Launch::from_env().expect("started as a rank");
-    let device = CudaDevice::new(launch.local_rank as usize).expect("a device");
-    let stream = device.context().new_stream().expect("a stream");
+    let device = CudaDevice::new(launch.local_rank as usize).expect("the device should be created");
+    let stream = device.context().new_stream().expect("the driver should create a stream");
     let (count, last, barrier) = (launch.ranks, launch.ranks - 1, Barrier::new(1));
     let rank = &Rank { rank: launch.rank, ranks: count, device, stream, barrier: &barrier };
     // The watchdog would notice a process that ends, and abort. It waits for a stopped process until the deadline.
     let watchdog = if killed { WatchdogMode::Off } else { WatchdogMode::Abort };
-    let world = rank.builder(calls).watchdog(watchdog).connect_env().expect("connected");
+    let world = rank.builder(calls).watchdog(watchdog).connect_env().expect("the connection should succeed");
     let allocator = rank.allocator(fixed());
     let registrar = rank.registrar(&allocator);
-    registrar.attach(&world, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
+    registrar.attach(&world, &[PoolId::DEFAULT], Registration::Windows).expect("the pool should be attachable");
     let mut tensors: Vec<DeviceBuffer<f32>> = Vec::new();
     (0..4).for_each(|round| take(rank, &allocator, &mut tensors, round));
-    registrar.sync(&[&world]).expect("the ranks agree");
+    registrar.sync(&[&world]).expect("the ranks should agree");
     reduce_and_check(rank, &world, 0..count, tensors.iter_mut().collect(), 0);
     // A kernel on windows cannot be stopped, so the collective that is stuck uses other memory.
     let pool = allocator.create_pool(fixed()).expect("the pool is created");
-    let mut plain = allocator.with_pool(&pool).alloc_zeroed::<f32>(&rank.stream, 1 << 20).expect("allocated");
+    let mut plain =
+        allocator.with_pool(&pool).alloc_zeroed::<f32>(&rank.stream, 1 << 20).expect("the allocation should succeed");
     reduce_and_check(rank, &world, 0..count, vec![&mut plain], 1);
     if rank.rank == last {
         // SAFETY: the call only sends a signal to this process.
@@ -239,10 +242,10 @@ fn continue_after_a_revoke(calls: Calls, killed: bool) {
     }
     // The last rank is gone by then.
     thread::sleep(Duration::from_millis(300));
-    world.all_reduce_in_place(&mut plain, ReduceOp::Sum, &rank.stream).expect("submitted");
+    world.all_reduce_in_place(&mut plain, ReduceOp::Sum, &rank.stream).expect("the work should be submitted");
     thread::sleep(Duration::from_millis(300));
     let since = Instant::now();
-    world.revoke().expect("the work stops");
+    world.revoke().expect("the work should stop");
     let waited = since.elapsed();
     rank.stream.synchronize().expect("the stream continues");
     assert_eq!(world.state(), CommState::Revoked);
@@ -251,8 +254,8 @@ fn continue_after_a_revoke(calls: Calls, killed: bool) {
     assert_eq!(registrar.stats().windows, 0);
     let rest = world.shrink(&[last]).expect("the remaining ranks shrink");
     world.destroy().expect("it does not wait for the missing rank");
-    registrar.attach(&rest, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
-    registrar.sync(&[&rest]).expect("the members agree");
+    registrar.attach(&rest, &[PoolId::DEFAULT], Registration::Windows).expect("the pool should be attachable");
+    registrar.sync(&[&rest]).expect("the members should agree");
     reduce_and_check(rank, &rest, 0..last, tensors.iter_mut().collect(), 2);
     if rank.is_first() {
         let missing = if killed { "killed" } else { "stopped" };
@@ -281,7 +284,7 @@ fn a_revoke_releases_a_thread_that_registers() {
                     thread::sleep(Duration::from_millis(300));
                     assert!(!waits.is_finished(), "the last rank does not register");
                     let since = Instant::now();
-                    world.revoke().expect("the registration stops");
+                    world.revoke().expect("the registration should stop");
                     let refused = waits.join().expect("the thread does not panic");
                     assert!(matches!(refused, Err(CommError::Revoked { .. })), "{refused:?}");
                     since.elapsed()
@@ -293,7 +296,7 @@ fn a_revoke_releases_a_thread_that_registers() {
             }
             rank.meet();
             if rank.rank + 1 == rank.ranks {
-                world.abort().expect("aborted");
+                world.abort().expect("the communicator should be aborted");
             }
         });
     }

@@ -61,14 +61,16 @@ fn a_training_job_registers_nothing_after_its_warm_up() {
 
 fn train(rank: &Rank<'_>, program: &Program, comm: &Communicator) -> Run {
     let pool = PoolConfig::builder().reserved(SEGMENT_BYTES).symmetric(true).streams(StreamPolicy::Shared);
-    let allocator = rank.allocator(pool.build().expect("valid"));
+    let allocator = rank.allocator(pool.build().expect("the configuration should be valid"));
     let mut streams = vec![Arc::clone(&rank.stream)];
     for _ in program.ops().iter().filter(|op| matches!(op, Op::RegisterStream { .. })).skip(1) {
-        streams.push(rank.device.context().new_stream().expect("a stream"));
-        allocator.register_stream(streams.last().expect("a stream was just created")).expect("registered");
+        streams.push(rank.device.context().new_stream().expect("the driver should create a stream"));
+        allocator
+            .register_stream(streams.last().expect("a stream was just created"))
+            .expect("the stream should be registered");
     }
     let registrar = rank.registrar(&allocator);
-    registrar.attach(comm, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
+    registrar.attach(comm, &[PoolId::DEFAULT], Registration::Windows).expect("the pool should be attachable");
 
     let mut replay = Replay::new(allocator.core(), program);
     let mut warm: Option<(u64, u64)> = None;
@@ -79,7 +81,7 @@ fn train(rank: &Rank<'_>, program: &Program, comm: &Communicator) -> Run {
             let made = replay.step(op).expect("the memory holds the job");
             ops += u64::from(pass > 0);
             let Some(allocation) = made.filter(|_| begins_step(op)) else { continue };
-            registrar.sync(&[comm]).expect("the ranks agree");
+            registrar.sync(&[comm]).expect("the ranks should agree");
             reduce(rank, comm, &streams[NETWORK.index()], &allocation, step);
             if pass > 0 {
                 step += 1;
@@ -88,7 +90,7 @@ fn train(rank: &Rank<'_>, program: &Program, comm: &Communicator) -> Run {
                 break 'passes;
             }
         }
-        replay.free_all().expect("freed");
+        replay.free_all().expect("the memory should be freed");
         if pass == 0 {
             let stats = registrar.stats();
             warm = Some((stats.registrations, stats.deregistrations));
@@ -100,8 +102,8 @@ fn train(rank: &Rank<'_>, program: &Program, comm: &Communicator) -> Run {
     let stats = registrar.stats();
     assert_eq!(Some((stats.registrations, stats.deregistrations)), warm, "after the warm-up");
     assert_eq!(warm, Some((1, 0)), "one segment, one window");
-    replay.free_all().expect("freed");
-    Run { steps: step, ops, seconds, digest: allocator.digest(PoolId::DEFAULT).expect("the pool exists") }
+    replay.free_all().expect("the memory should be freed");
+    Run { steps: step, ops, seconds, digest: allocator.digest(PoolId::DEFAULT).expect("the pool should exist") }
 }
 
 /// Reduces the step's buffer on the network's stream. Every [`CHECK_EVERY`] steps, writes known values first and checks the sums.
@@ -114,7 +116,7 @@ fn reduce(rank: &Rank<'_>, comm: &Communicator, network: &Arc<CudaStream>, alloc
     if is_checked {
         rank.write_on(network, &mut *shard, step);
     }
-    comm.all_reduce_in_place(&mut *shard, ReduceOp::Sum, network).expect("submitted");
+    comm.all_reduce_in_place(&mut *shard, ReduceOp::Sum, network).expect("the work should be submitted");
     if is_checked {
         assert_eq!(rank.wrong_sums_on(network, &*shard, step), 0, "step {step}");
     }

@@ -33,14 +33,15 @@ fn a_thread_that_stops_under_a_collective_on_windows_ends_in_an_error() {
             let stop = || loop {
                 std::thread::park();
             };
-            let comm = connect(rank.builder(calls).deadline(WAIT).watchdog(WatchdogMode::Abort)).expect("connected");
+            let comm = connect(rank.builder(calls).deadline(WAIT).watchdog(WatchdogMode::Abort))
+                .expect("the connection should succeed");
             live(rank, &comm, InFlight::CollectiveOnWindows, stop);
         });
         return;
     }
     let Some(_) = devices() else { return };
     for calls in ["blocking", "nonblocking"] {
-        let mut child = again(NAME).env(CHILD, calls).spawn().expect("started again");
+        let mut child = again(NAME).env(CHILD, calls).spawn().expect("the process should start again");
         assert_eq!(status_of(&mut child), Some(SURVIVED), "{calls}");
     }
 }
@@ -51,10 +52,10 @@ fn a_process_that_dies_ends_in_an_error_on_all_others() {
     if let Ok(in_flight) = std::env::var(CHILD) {
         let in_flight = if in_flight == "nothing" { InFlight::Nothing } else { InFlight::CollectiveOnWindows };
         let launch = Launch::from_env().expect("started as a rank");
-        let device = CudaDevice::new(launch.local_rank as usize).expect("a device");
-        let stream = device.context().new_stream().expect("a stream");
+        let device = CudaDevice::new(launch.local_rank as usize).expect("the device should be created");
+        let stream = device.context().new_stream().expect("the driver should create a stream");
         let builder = Communicator::builder(&device).deadline(WAIT).watchdog(WatchdogMode::Abort);
-        let comm = builder.connect_env().expect("connected");
+        let comm = builder.connect_env().expect("the connection should succeed");
         let barrier = Barrier::new(1);
         let rank = Rank { rank: launch.rank, ranks: launch.ranks, device, stream, barrier: &barrier };
         live(&rank, &comm, in_flight, || {
@@ -81,18 +82,18 @@ fn a_process_that_dies_ends_in_an_error_on_all_others() {
 fn live(rank: &Rank<'_>, comm: &Communicator, in_flight: InFlight, stop: impl Fn()) {
     let allocator = rank.allocator(reserved(64 * MIB));
     let registrar = rank.registrar(&allocator);
-    registrar.attach(comm, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
-    let mut buffer = allocator.alloc_zeroed::<f32>(&rank.stream, 1 << 18).expect("allocated");
-    registrar.sync(&[comm]).expect("registered");
+    registrar.attach(comm, &[PoolId::DEFAULT], Registration::Windows).expect("the pool should be attachable");
+    let mut buffer = allocator.alloc_zeroed::<f32>(&rank.stream, 1 << 18).expect("the allocation should succeed");
+    registrar.sync(&[comm]).expect("the registration should succeed");
     rank.write(&mut buffer, 1);
-    comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &rank.stream).expect("submitted");
+    comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &rank.stream).expect("the work should be submitted");
     assert_eq!(rank.wrong_sums(&buffer, 1), 0);
     rank.meet();
     if rank.rank + 1 == rank.ranks {
         stop();
     }
     if in_flight == InFlight::CollectiveOnWindows {
-        comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &rank.stream).expect("submitted");
+        comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &rank.stream).expect("the work should be submitted");
     }
     let begun = Instant::now();
     let error = registrar.sync(&[comm]).expect_err("a peer is gone");
@@ -100,7 +101,7 @@ fn live(rank: &Rank<'_>, comm: &Communicator, in_flight: InFlight, stop: impl Fn
     assert!(begun.elapsed() < WAIT + Duration::from_secs(2), "{:?}", begun.elapsed());
     // Allocation continues to work, because it never blocks on the device.
     drop(buffer);
-    let _later = allocator.allocate(&rank.stream, MIB).expect("allocated");
+    let _later = allocator.allocate(&rank.stream, MIB).expect("the allocation should succeed");
     let begun = Instant::now();
     let ended = comm.abort();
     println!("rank {}, {}, abort again: {ended:?} after {} ms", rank.rank, comm.state(), begun.elapsed().as_millis());

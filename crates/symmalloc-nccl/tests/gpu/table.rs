@@ -16,7 +16,7 @@ fn rounds() -> u32 {
 }
 
 fn run(options: &all_reduce::Options) {
-    if let Some(table) = all_reduce::run(options).expect("all ranks finish") {
+    if let Some(table) = all_reduce::run(options).expect("all ranks should finish") {
         print!("{table}");
         assert!(table.is_as_claimed());
     }
@@ -45,12 +45,12 @@ fn only_the_old_order_computes_wrong_sums_with_a_process_for_each_device() {
 fn nccls_own_check_finds_no_mismatch_with_symmalloc() {
     let Some(_) = devices() else { return };
     // NCCL 2.29.7 introduced `NCCL_CHECK_MODE`.
-    let (version, since) = (Nccl::load().expect("libnccl is available").version(), NcclVersion::new(2, 29, 7));
+    let (version, since) = (Nccl::load().expect("libnccl should be available").version(), NcclVersion::new(2, 29, 7));
     if version < since {
         println!("skipped: NCCL {version} has no NCCL_CHECK_MODE, which {since} introduced");
         return;
     }
     let name = "collectives::reductions_are_correct_across_frees_and_new_segments";
-    let status = again(name).env("NCCL_CHECK_MODE", "DEBUG_GLOBAL").status().expect("started again");
+    let status = again(name).env("NCCL_CHECK_MODE", "DEBUG_GLOBAL").status().expect("the process should start again");
     assert!(status.success());
 }

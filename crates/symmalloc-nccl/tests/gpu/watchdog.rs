@@ -80,7 +80,8 @@ struct Job {
 impl Job {
     /// Starts the job and returns once all ranks are working.
     fn start(test: &str, number: u64, slow: bool) -> Self {
-        let free = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a free port");
+        let free =
+            TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a port should be free");
         let devices = CudaDevice::count().expect("the driver counts the devices");
         let (own_device, ranks) = (devices > 1, devices.max(2));
         let start = |rank: usize| {
@@ -95,13 +96,13 @@ impl Job {
                 command.env("NCCL_HOSTID", format!("machine{rank}")).env("NCCL_SOCKET_IFNAME", "lo");
             }
             // The reader is dropped here.
-            let closed = || Stdio::from(std::io::pipe().expect("a pipe").1);
+            let closed = || Stdio::from(std::io::pipe().expect("the system should create a pipe").1);
             let stderr = if is_stderr_closed(number) { closed() } else { Stdio::piped() };
-            command.stdout(Stdio::piped()).stderr(stderr).spawn().expect("started again")
+            command.stdout(Stdio::piped()).stderr(stderr).spawn().expect("the process should start again")
         };
         let mut children: Vec<Child> = (0..ranks).map(start).collect();
         for child in &mut children {
-            let stdout = child.stdout.as_mut().expect("piped");
+            let stdout = child.stdout.as_mut().expect("the stream should be piped");
             let is_ready = BufReader::new(stdout).lines().map_while(Result::ok).any(|line| line.contains("at work"));
             assert!(is_ready, "a rank did not start:\n{}", text_of(child));
         }
@@ -130,7 +131,7 @@ impl Job {
                     let (job, took) = (self.number, begun.elapsed().saturating_sub(kept));
                     *ended = Some(Ended { job, rank: other, status, took, text: text_of(child) });
                 } else if begun.elapsed() > LIMIT {
-                    child.kill().expect("killed");
+                    child.kill().expect("the process should be killed");
                     panic!("rank {other} has not ended {LIMIT:?} after rank {rank}:\n{}", text_of(child));
                 }
             }
@@ -175,7 +176,12 @@ fn text_of(child: &mut Child) -> String {
     if let Some(stderr) = &mut child.stderr {
         stderr.read_to_string(&mut text).expect("stderr is valid UTF-8");
     }
-    child.stdout.as_mut().expect("piped").read_to_string(&mut text).expect("stdout is valid UTF-8");
+    child
+        .stdout
+        .as_mut()
+        .expect("the stream should be piped")
+        .read_to_string(&mut text)
+        .expect("stdout is valid UTF-8");
     text
 }
 
@@ -193,18 +199,18 @@ impl Drop for Job {
 fn work(reaction: Reaction) {
     let launch = Launch::from_env().expect("started as a rank");
     let is_slow = std::env::var("SYMMALLOC_SLOW_RANK").is_ok_and(|rank| rank == launch.rank.to_string());
-    let device = CudaDevice::new(launch.local_rank as usize).expect("a device");
-    let stream = device.context().new_stream().expect("a stream");
-    let comm = Communicator::builder(&device).deadline(DEADLINE).connect_env().expect("connected");
+    let device = CudaDevice::new(launch.local_rank as usize).expect("the device should be created");
+    let stream = device.context().new_stream().expect("the driver should create a stream");
+    let comm = Communicator::builder(&device).deadline(DEADLINE).connect_env().expect("the connection should succeed");
     let barrier = Barrier::new(1);
     let rank = Rank { rank: launch.rank, ranks: launch.ranks, device, stream, barrier: &barrier };
     let allocator = rank.allocator(reserved(64 * MIB));
     let registrar = rank.registrar(&allocator);
-    registrar.attach(&comm, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
-    let growing = PoolConfig::builder().fixed().symmetric(true).build().expect("valid");
+    registrar.attach(&comm, &[PoolId::DEFAULT], Registration::Windows).expect("the pool should be attachable");
+    let growing = PoolConfig::builder().fixed().symmetric(true).build().expect("the configuration should be valid");
     let pool = allocator.create_pool(growing).expect("the pool is created");
-    registrar.attach(&comm, &[pool.id()], Registration::Windows).expect("attached");
-    let graphs = GraphPool::new(&allocator, PoolConfig::default()).expect("a pool");
+    registrar.attach(&comm, &[pool.id()], Registration::Windows).expect("the pool should be attachable");
+    let graphs = GraphPool::new(&allocator, PoolConfig::default()).expect("there should be a pool");
     let mut graph = None;
     let mut round = || -> Result<(), Box<dyn std::error::Error>> {
         let mut windowed = allocator.alloc_zeroed::<f32>(&rank.stream, 1 << 16)?;
@@ -295,7 +301,7 @@ fn jobs<T: Send>(count: u64, job: impl Fn(u64) -> T + Sync) -> Vec<T> {
 }
 
 fn free_bytes() -> u64 {
-    let device = CudaDevice::new(0).expect("a device");
+    let device = CudaDevice::new(0).expect("the device should be created");
     device.context().mem_get_info().expect("the driver reports free memory").0 as u64
 }
 

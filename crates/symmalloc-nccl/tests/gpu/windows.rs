@@ -11,18 +11,18 @@ use symmalloc_nccl::{Attachment, Capability, Nccl, NcclVersion, Registration, Un
 fn expandable(rank: &Rank<'_>, chunk_bytes: u64) -> CudaAllocator {
     let builder = CudaBackend::builder(&rank.device).chunk_bytes(chunk_bytes);
     let builder = if rank.rank % 2 == 1 { builder.descending_addresses(2 << 40) } else { builder };
-    let pool = PoolConfig::builder().expandable().symmetric(true).build().expect("valid");
-    let config = Config::builder().default_pool(pool).build().expect("valid");
-    let backend = builder.build().expect("supported");
+    let pool = PoolConfig::builder().expandable().symmetric(true).build().expect("the configuration should be valid");
+    let config = Config::builder().default_pool(pool).build().expect("the configuration should be valid");
+    let backend = builder.build().expect("the options should be supported");
     let allocator = CudaAllocator::with_backend(backend, config).expect("the allocator is created");
-    allocator.register_stream(&rank.stream).expect("registered");
+    allocator.register_stream(&rank.stream).expect("the stream should be registered");
     allocator
 }
 
 /// Registers windows on memory that grows, and reduces in them after each growth. `chunk_bytes` returns the chunk size of a rank.
 fn grow_windows(chunk_bytes: impl Fn(u32) -> u64 + Sync) {
     let Some(count) = devices() else { return };
-    let (version, since) = (Nccl::load().expect("libnccl is available").version(), NcclVersion::new(2, 30, 3));
+    let (version, since) = (Nccl::load().expect("libnccl should be available").version(), NcclVersion::new(2, 30, 3));
     if version < since {
         println!("skipped: NCCL {version} puts no windows on memory that grew, which {since} introduced");
         return;
@@ -32,18 +32,20 @@ fn grow_windows(chunk_bytes: impl Fn(u32) -> u64 + Sync) {
         let world = rank.connect(id, Calls::Blocking);
         let allocator = expandable(rank, chunk_bytes(rank.rank));
         let registrar = rank.registrar(&allocator);
-        registrar.attach(&world, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
+        registrar.attach(&world, &[PoolId::DEFAULT], Registration::Windows).expect("the pool should be attachable");
         let mut tensors: Vec<DeviceBuffer<f32>> = Vec::new();
         let (mut grown, mut chunks) = (0, 0);
         for round in 0..6 {
             let length = 1_000_003 * (round as usize + 1);
             // SAFETY: the memory is written before it is read.
-            tensors.push(unsafe { allocator.alloc(&rank.stream, length) }.expect("allocated"));
+            tensors.push(unsafe { allocator.alloc(&rank.stream, length) }.expect("the allocation should succeed"));
             let before = registrar.stats().window_bytes;
-            registrar.sync(&[&world]).expect("the ranks agree");
+            registrar.sync(&[&world]).expect("the ranks should agree");
             let stats = registrar.stats();
             grown += u32::from(before > 0 && stats.window_bytes > before);
-            let segment = registrar.key_of(tensors.last().expect("allocated")).expect("in a live segment");
+            let segment = registrar
+                .key_of(tensors.last().expect("an allocation should have been made"))
+                .expect("in a live segment");
             chunks = chunks.max(allocator.core().backend().chunks_behind(segment.base, stats.window_bytes).len());
             reduce_and_check(rank, &world, 0..count, tensors.iter_mut().collect(), round);
         }
@@ -51,7 +53,7 @@ fn grow_windows(chunk_bytes: impl Fn(u32) -> u64 + Sync) {
         tensors.truncate(2);
         for round in 6..12 {
             take(rank, &allocator, &mut tensors, round);
-            registrar.sync(&[&world]).expect("the ranks agree");
+            registrar.sync(&[&world]).expect("the ranks should agree");
             reduce_and_check(rank, &world, 0..count, tensors.iter_mut().collect(), round);
         }
         assert!(grown > 0 && chunks > 1, "{grown} growths, {chunks} chunks");
@@ -80,18 +82,20 @@ fn windows_are_registered_during_a_capture() {
             let world = rank.connect(id, calls);
             let allocator = rank.allocator(crate::job::fixed());
             let registrar = rank.registrar(&allocator);
-            registrar.attach(&world, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
+            registrar.attach(&world, &[PoolId::DEFAULT], Registration::Windows).expect("the pool should be attachable");
             let mut tensors: Vec<DeviceBuffer<f32>> = Vec::new();
             take(rank, &allocator, &mut tensors, 1);
-            registrar.sync(&[&world]).expect("the ranks agree");
+            registrar.sync(&[&world]).expect("the ranks should agree");
             reduce_and_check(rank, &world, 0..count, tensors.iter_mut().collect(), 1);
-            let captured = rank.device.context().new_stream().expect("a stream");
+            let captured = rank.device.context().new_stream().expect("the driver should create a stream");
             rank.meet();
-            captured.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL).expect("the capture begins");
+            captured
+                .begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL)
+                .expect("the capture should begin");
             // SAFETY: the memory is written before it is read.
-            tensors.push(unsafe { allocator.alloc(&rank.stream, 8 << 20) }.expect("allocated"));
+            tensors.push(unsafe { allocator.alloc(&rank.stream, 8 << 20) }.expect("the allocation should succeed"));
             let before = registrar.stats().windows;
-            registrar.sync(&[&world]).expect("the ranks agree");
+            registrar.sync(&[&world]).expect("the ranks should agree");
             assert_eq!(registrar.stats().windows, before + 1);
             rank.meet();
             // SAFETY: the stream is being captured, and nothing uses the graph.
@@ -112,11 +116,11 @@ fn reduce_with(flags: WindowFlags, capability: Capability) {
         let allocator = rank.allocator(crate::job::fixed());
         let registrar = rank.registrar(&allocator);
         let attachment = Attachment { flags, ..Attachment::default() };
-        registrar.attach(&world, &[PoolId::DEFAULT], attachment).expect("attached");
+        registrar.attach(&world, &[PoolId::DEFAULT], attachment).expect("the pool should be attachable");
         let mut tensors: Vec<DeviceBuffer<f32>> = Vec::new();
         for round in 0..6 {
             take(rank, &allocator, &mut tensors, round);
-            registrar.sync(&[&world]).expect("the ranks agree");
+            registrar.sync(&[&world]).expect("the ranks should agree");
             reduce_and_check(rank, &world, 0..count, tensors.iter_mut().collect(), round);
         }
         if rank.is_first() {

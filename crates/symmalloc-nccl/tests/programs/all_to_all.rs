@@ -43,55 +43,55 @@ pub(crate) fn on_ranks_with<R: Send>(
             scope.spawn(move || {
                 let device = CudaDevice::new(rank as usize).expect("a device for every rank");
                 let builder = Communicator::builder(&device).deadline(Duration::from_secs(60));
-                let comm = options(builder).connect(id, rank, ranks).expect("connected");
+                let comm = options(builder).connect(id, rank, ranks).expect("the connection should succeed");
                 program(&Rank::new(comm))
             })
         };
         let threads: Vec<_> = (0..ranks).map(run).collect();
-        threads.into_iter().map(|thread| thread.join().expect("no rank panics")).collect()
+        threads.into_iter().map(|thread| thread.join().expect("no rank should panic")).collect()
     })
 }
 
 impl Rank {
     fn new(comm: Communicator) -> Self {
-        let stream = comm.device().context().new_stream().expect("a stream");
-        let allocator = CudaAllocator::new(comm.device(), Config::default()).expect("an allocator");
-        allocator.register_stream(&stream).expect("registered");
+        let stream = comm.device().context().new_stream().expect("the driver should create a stream");
+        let allocator = CudaAllocator::new(comm.device(), Config::default()).expect("the allocator should be created");
+        allocator.register_stream(&stream).expect("the stream should be registered");
         let config =
             PoolConfig::builder().reserved(POOL_BYTES).symmetric(true).build().expect("the configuration is valid");
-        let pool = allocator.create_pool(config).expect("a pool");
-        let registrar = Arc::new(Registrar::builder(&allocator).build().expect("a registrar"));
-        registrar.attach(&comm, &[pool.id()], Registration::Windows).expect("attached");
+        let pool = allocator.create_pool(config).expect("the pool should be created");
+        let registrar = Arc::new(Registrar::builder(&allocator).build().expect("the registrar should be created"));
+        registrar.attach(&comm, &[pool.id()], Registration::Windows).expect("the pool should be attachable");
         let allocator = allocator.with_pool(&pool);
         let (rank, ranks) = (comm.rank() as usize, comm.ranks() as usize);
         let it = Rank { rank, ranks, comm, stream, _pool: pool, allocator, registrar };
         // Creates the pool's only segment and its window.
         drop(it.zeros::<u8>(1));
-        it.registrar.sync(&[&it.comm]).expect("the ranks agree");
+        it.registrar.sync(&[&it.comm]).expect("the ranks should agree");
         it
     }
 
     /// Creates an all-to-all that requires registered memory.
     pub(crate) fn all_to_all(&self) -> AllToAll {
-        AllToAll::builder(&self.comm).require_registered(&self.registrar).build().expect("built")
+        AllToAll::builder(&self.comm).require_registered(&self.registrar).build().expect("the build should succeed")
     }
 
     /// Returns a zeroed buffer in registered memory.
     pub(crate) fn zeros<T: DeviceRepr + ValidAsZeroBits>(&self, len: usize) -> DeviceBuffer<T> {
-        self.allocator.alloc_zeroed(&self.stream, len).expect("allocated")
+        self.allocator.alloc_zeroed(&self.stream, len).expect("the allocation should succeed")
     }
 
     /// Returns a buffer in registered memory that contains these elements.
     pub(crate) fn buffer<T: Element>(&self, elements: &[T]) -> DeviceBuffer<T> {
         let mut buffer = self.zeros(elements.len());
-        self.stream.memcpy_htod(elements, &mut buffer).expect("copied");
+        self.stream.memcpy_htod(elements, &mut buffer).expect("the copy should succeed");
         buffer
     }
 
     /// Returns the contents of a buffer after all preceding work has finished.
     pub(crate) fn read<T: Element>(&self, buffer: &DeviceBuffer<T>) -> Vec<T> {
-        let elements = self.stream.clone_dtoh(buffer).expect("copied");
-        self.stream.synchronize().expect("done");
+        let elements = self.stream.clone_dtoh(buffer).expect("the copy should succeed");
+        self.stream.synchronize().expect("the work should complete");
         elements
     }
 
@@ -115,7 +115,9 @@ impl Rank {
         sent.resize(len, T::of(!seed));
         let input = self.buffer(&sent);
         let mut output = self.buffer(&vec![T::of(!seed); len]);
-        all_to_all.run(&self.stream, &input, &mut output, row_elements, splits).expect("exchanged");
+        all_to_all
+            .run(&self.stream, &input, &mut output, row_elements, splits)
+            .expect("the ranks should exchange their splits");
         expected.resize(len, T::of(!seed));
         assert_eq!(self.read(&output), expected, "rank {}, seed {seed}, {splits:?}", self.rank);
     }
@@ -186,7 +188,7 @@ pub(crate) fn equal_parts(it: &Rank) {
     let part = |from: usize, to: usize| (0..4).map(move |at| (from * 1000 + to * 10 + at) as u32);
     let sent: Vec<u32> = (0..it.ranks).flat_map(|to| part(it.rank, to)).collect();
     let (input, mut output) = (it.buffer(&sent), it.zeros::<u32>(sent.len()));
-    all_to_all.run(&it.stream, &input, &mut output, 2, None).expect("exchanged");
+    all_to_all.run(&it.stream, &input, &mut output, 2, None).expect("the ranks should exchange their splits");
     assert_eq!(it.read(&output), (0..it.ranks).flat_map(|from| part(from, it.rank)).collect::<Vec<_>>());
 }
 
@@ -197,17 +199,17 @@ pub(crate) fn one_way(it: &Rank) {
     if it.rank == 0 {
         rows[it.ranks - 1] = 6;
     }
-    let splits = all_to_all.exchange_splits(&rows).expect("exchanged");
+    let splits = all_to_all.exchange_splits(&rows).expect("the ranks should exchange their splits");
     let sent = it.buffer::<u64>(&vec![7; splits.input().total() as usize]);
     let mut received = it.zeros::<u64>(splits.output().total() as usize);
-    all_to_all.run(&it.stream, &sent, &mut received, 1, &splits).expect("exchanged");
+    all_to_all.run(&it.stream, &sent, &mut received, 1, &splits).expect("the ranks should exchange their splits");
     let expected = if it.rank == it.ranks - 1 { vec![7; 6] } else { vec![] };
     assert_eq!(it.read(&received), expected);
 }
 
 /// Makes calls that differ between ranks, with checks: all ranks get the error and can continue.
 pub(crate) fn disagreements(it: &Rank) {
-    let all_to_all = AllToAll::builder(&it.comm).check_calls().build().expect("built");
+    let all_to_all = AllToAll::builder(&it.comm).check_calls().build().expect("the build should succeed");
     let counts = counts(5, it.ranks);
     let right = known_splits(&counts, it.rank);
     it.round::<u32>(&all_to_all, 5, &right, 2);
@@ -250,21 +252,22 @@ pub(crate) fn disagreements(it: &Rank) {
 pub(crate) fn captured(it: &Rank) {
     let all_to_all = it.all_to_all();
     let counts = counts(8, it.ranks);
-    let splits = all_to_all.exchange_splits(&counts[it.rank]).expect("exchanged");
-    let rows_max = splits.input_rows_max().max(splits.output_rows_max()).expect("exchanged");
+    let splits = all_to_all.exchange_splits(&counts[it.rank]).expect("the ranks should exchange their splits");
+    let rows_max =
+        splits.input_rows_max().max(splits.output_rows_max()).expect("the ranks should exchange their splits");
     let (mut input, mut output) = (it.zeros::<u32>(3 * rows_max as usize), it.zeros::<u32>(3 * rows_max as usize));
     // The first call connects the ranks.
-    all_to_all.run(&it.stream, &input, &mut output, 3, &splits).expect("exchanged");
+    all_to_all.run(&it.stream, &input, &mut output, 3, &splits).expect("the ranks should exchange their splits");
 
-    let graphs = GraphPool::new(it.registrar.allocator(), PoolConfig::default()).expect("a pool");
-    let capture = graphs.begin(&it.stream).expect("the capture begins");
+    let graphs = GraphPool::new(it.registrar.allocator(), PoolConfig::default()).expect("there should be a pool");
+    let capture = graphs.begin(&it.stream).expect("the capture should begin");
     assert_eq!(all_to_all.exchange_splits(&counts[it.rank]), Err(AllToAllError::Capturing));
-    all_to_all.run(&it.stream, &input, &mut output, 3, &splits).expect("captured");
-    let graph = capture.end().expect("ended");
+    all_to_all.run(&it.stream, &input, &mut output, 3, &splits).expect("the call should be captured");
+    let graph = capture.end().expect("the capture should end");
     for seed in 0..5 {
         let (sent, received) = it.elements::<u32>(seed, &splits, 3);
-        it.stream.memcpy_htod(&sent, &mut input).expect("copied");
-        graph.launch(&it.stream).expect("launched");
+        it.stream.memcpy_htod(&sent, &mut input).expect("the copy should succeed");
+        graph.launch(&it.stream).expect("the graph should be launched");
         assert_eq!(it.read(&output)[..received.len()], received, "launch {seed}");
     }
 }

@@ -43,14 +43,15 @@ pub(crate) fn on_ranks(ranks: u32, rank_0_bytes: Option<u64>, program: impl Fn(&
                     _ if rank % 2 == 1 => builder.descending_addresses(1 << 40),
                     _ => builder,
                 };
-                let backend = builder.build().expect("supported");
-                let allocator = CudaAllocator::with_backend(backend, Config::default()).expect("an allocator");
-                let stream = device.context().new_stream().expect("a stream");
-                allocator.register_stream(&stream).expect("registered");
-                let registrar = Registrar::builder(&allocator).build().expect("a registrar");
+                let backend = builder.build().expect("the options should be supported");
+                let allocator =
+                    CudaAllocator::with_backend(backend, Config::default()).expect("the allocator should be created");
+                let stream = device.context().new_stream().expect("the driver should create a stream");
+                allocator.register_stream(&stream).expect("the stream should be registered");
+                let registrar = Registrar::builder(&allocator).build().expect("the registrar should be created");
                 let connect = |id| {
                     let builder = Communicator::builder(&device).deadline(Duration::from_secs(60));
-                    builder.connect(id, rank, ranks).expect("connected")
+                    builder.connect(id, rank, ranks).expect("the connection should succeed")
                 };
                 let comms = ids.map(connect).into();
                 let (rank, ranks) = (rank as usize, ranks as usize);
@@ -58,7 +59,7 @@ pub(crate) fn on_ranks(ranks: u32, rank_0_bytes: Option<u64>, program: impl Fn(&
             })
         };
         let threads: Vec<_> = (0..ranks).map(run).collect();
-        threads.into_iter().for_each(|thread| thread.join().expect("no rank panics"));
+        threads.into_iter().for_each(|thread| thread.join().expect("no rank should panic"));
     });
 }
 
@@ -69,20 +70,20 @@ impl Rank<'_> {
 
     /// Creates a symmetric pool with PyTorch's segments, on the first communicators.
     fn pool(&self, comms: usize) -> Pool<CudaBackend> {
-        let config = PoolConfig::builder().fixed().symmetric(true).build().expect("valid");
-        let pool = self.allocator.create_pool(config).expect("a pool");
+        let config = PoolConfig::builder().fixed().symmetric(true).build().expect("the configuration should be valid");
+        let pool = self.allocator.create_pool(config).expect("the pool should be created");
         for comm in &self.comms[..comms] {
-            self.registrar.attach(comm, &[pool.id()], Registration::Windows).expect("attached");
+            self.registrar.attach(comm, &[pool.id()], Registration::Windows).expect("the pool should be attachable");
         }
         pool
     }
 
     fn take(&self, pool: &Pool<CudaBackend>, len: usize) -> DeviceBuffer<f32> {
-        self.allocator.with_pool(pool).alloc_zeroed(&self.stream, len).expect("allocated")
+        self.allocator.with_pool(pool).alloc_zeroed(&self.stream, len).expect("the allocation should succeed")
     }
 
     fn sync(&self) {
-        self.registrar.sync(&[self.world()]).expect("the ranks agree");
+        self.registrar.sync(&[self.world()]).expect("the ranks should agree");
     }
 
     fn meet(&self) {
@@ -92,13 +93,13 @@ impl Rank<'_> {
     /// Writes this rank's values. The tag distinguishes tensors and rounds.
     fn write(&self, buffer: &mut impl DevicePtrMut<f32>, tag: usize) {
         let values: Vec<f32> = (0..buffer.len()).map(|at| (self.rank + 1) as f32 * base(at, tag)).collect();
-        self.stream.memcpy_htod(&values, buffer).expect("copied");
+        self.stream.memcpy_htod(&values, buffer).expect("the copy should succeed");
     }
 
     /// Checks that every element is this multiple of the base.
     fn expect(&self, buffer: &impl DevicePtr<f32>, tag: usize, factor: usize) {
-        let values = self.stream.clone_dtoh(buffer).expect("copied");
-        self.stream.synchronize().expect("the stream completes");
+        let values = self.stream.clone_dtoh(buffer).expect("the copy should succeed");
+        self.stream.synchronize().expect("the stream should complete");
         let wrong = values.iter().enumerate().filter(|(at, value)| **value != factor as f32 * base(*at, tag)).count();
         assert_eq!(wrong, 0, "rank {}, tag {tag}: wrong elements of {}", self.rank, values.len());
     }
@@ -109,7 +110,7 @@ impl Rank<'_> {
     }
 
     fn submit(&self, comm: &Communicator, buffer: &mut impl DevicePtrMut<f32>) {
-        comm.all_reduce_in_place(buffer, ReduceOp::Sum, &self.stream).expect("submitted");
+        comm.all_reduce_in_place(buffer, ReduceOp::Sum, &self.stream).expect("the work should be submitted");
     }
 
     /// Writes and reduces all tensors, and then checks them all.
@@ -152,21 +153,21 @@ pub(crate) fn address_order(it: &Rank<'_>) {
 /// Case 2: frees a block that a second stream uses, while that stream is busy on some ranks only.
 pub(crate) fn event_on_one_rank(it: &Rank<'_>) {
     let pool = it.pool(1);
-    let side = it.device.context().new_stream().expect("a stream");
-    it.allocator.register_stream(&side).expect("registered");
+    let side = it.device.context().new_stream().expect("the driver should create a stream");
+    it.allocator.register_stream(&side).expect("the stream should be registered");
     // Private memory, whose writes keep the second stream busy for milliseconds.
-    let mut work = it.allocator.alloc_zeroed::<u8>(&side, 64 << 20).expect("allocated");
+    let mut work = it.allocator.alloc_zeroed::<u8>(&side, 64 << 20).expect("the allocation should succeed");
     let mut held = Vec::new();
     for round in 0..6 {
         let mut used = it.take(&pool, 2 * ELEMENTS);
-        it.stream.synchronize().expect("the stream completes");
+        it.stream.synchronize().expect("the stream should complete");
         if (round + it.rank) % 2 == 1 {
-            (0..300).for_each(|_| side.memset_zeros(&mut work).expect("submitted"));
+            (0..300).for_each(|_| side.memset_zeros(&mut work).expect("the work should be submitted"));
         }
-        side.memset_zeros(&mut used).expect("submitted");
+        side.memset_zeros(&mut used).expect("the work should be submitted");
         drop(used);
         if (round + it.rank).is_multiple_of(2) {
-            side.synchronize().expect("the stream completes");
+            side.synchronize().expect("the stream should complete");
         }
         held.push(it.take(&pool, 2 * ELEMENTS));
         it.sync();
@@ -179,7 +180,7 @@ pub(crate) fn event_on_one_rank(it: &Rank<'_>) {
 
 /// Case 3: allocates private memory on rank 0, before and between symmetric tensors.
 pub(crate) fn private_allocations(it: &Rank<'_>) {
-    let private_pool = it.allocator.create_pool(PoolConfig::default()).expect("a pool");
+    let private_pool = it.allocator.create_pool(PoolConfig::default()).expect("the pool should be created");
     let mut private = Vec::new();
     let pool = it.pool(1);
     for round in 0..3 {
@@ -217,14 +218,14 @@ pub(crate) fn grows_at_different_moments(it: &Rank<'_>) {
 /// Case 4: grows the pool while an all-reduce runs, or waits for another rank.
 pub(crate) fn grows_during_collective(it: &Rank<'_>) {
     let pool = it.pool(1);
-    let mut work = it.allocator.alloc_zeroed::<u8>(&it.stream, 64 << 20).expect("allocated");
+    let mut work = it.allocator.alloc_zeroed::<u8>(&it.stream, 64 << 20).expect("the allocation should succeed");
     let mut tensors = vec![it.take(&pool, 2 * ELEMENTS)];
     it.sync();
     for round in 0..5 {
         let last = tensors.last_mut().expect("a tensor");
         it.write(last, round);
         if (round + it.rank) % 2 == 1 {
-            (0..300).for_each(|_| it.stream.memset_zeros(&mut work).expect("submitted"));
+            (0..300).for_each(|_| it.stream.memset_zeros(&mut work).expect("the work should be submitted"));
         }
         it.submit(it.world(), last);
         tensors.push(it.take(&pool, 6 * ELEMENTS));
@@ -237,34 +238,36 @@ pub(crate) fn grows_during_collective(it: &Rank<'_>) {
 /// Case 5: captures all-reduces of tensors that are freed in and after the capture. Other tensors come and go between the replays.
 pub(crate) fn graph_memory(it: &Rank<'_>) {
     let pool = it.pool(1);
-    let config = PoolConfig::builder().symmetric(true).reserved(16 * MIB).build().expect("valid");
-    let graphs = GraphPool::new(&it.allocator, config).expect("a pool");
-    it.registrar.attach(it.world(), &[graphs.id()], Registration::Windows).expect("attached");
-    let stream = it.allocator.register_stream(&it.stream).expect("registered");
-    it.allocator.core().reserve(graphs.id(), stream, 16 * MIB).expect("reserved");
-    let mut source = it.allocator.alloc_zeroed::<f32>(&it.stream, ELEMENTS).expect("allocated");
-    let mut output = it.allocator.alloc_zeroed::<f32>(&it.stream, ELEMENTS).expect("allocated");
+    let config =
+        PoolConfig::builder().symmetric(true).reserved(16 * MIB).build().expect("the configuration should be valid");
+    let graphs = GraphPool::new(&it.allocator, config).expect("there should be a pool");
+    it.registrar.attach(it.world(), &[graphs.id()], Registration::Windows).expect("the pool should be attachable");
+    let stream = it.allocator.register_stream(&it.stream).expect("the stream should be registered");
+    it.allocator.core().reserve(graphs.id(), stream, 16 * MIB).expect("the reservation should succeed");
+    let mut source = it.allocator.alloc_zeroed::<f32>(&it.stream, ELEMENTS).expect("the allocation should succeed");
+    let mut output = it.allocator.alloc_zeroed::<f32>(&it.stream, ELEMENTS).expect("the allocation should succeed");
     let mut warm = vec![it.take(&pool, ELEMENTS)];
     it.sync();
     it.reduce(it.world(), &mut warm, 0);
 
-    let capture = graphs.begin(&it.stream).expect("the capture begins");
+    let capture = graphs.begin(&it.stream).expect("the capture should begin");
     let error = it.registrar.sync(&[it.world()]).map(|synced| synced.registrations);
     assert!(matches!(error, Ok(0) | Err(SyncError::Capturing)), "nothing is registered in a capture: {error:?}");
     for _ in 0..2 {
         // SAFETY: the memory is written before it is read.
-        let mut tensor = unsafe { it.allocator.alloc::<f32>(&it.stream, ELEMENTS) }.expect("reserved");
-        it.stream.memcpy_dtod(&source, &mut tensor).expect("captured");
+        let mut tensor =
+            unsafe { it.allocator.alloc::<f32>(&it.stream, ELEMENTS) }.expect("the reservation should succeed");
+        it.stream.memcpy_dtod(&source, &mut tensor).expect("the call should be captured");
         it.submit(it.world(), &mut tensor);
-        it.stream.memcpy_dtod(&tensor, &mut output).expect("captured");
+        it.stream.memcpy_dtod(&tensor, &mut output).expect("the call should be captured");
     }
-    let graph = capture.end().expect("ended");
+    let graph = capture.end().expect("the capture should end");
     for replay in 0..10 {
         let mut others: Vec<_> = (0..4).map(|number| it.take(&pool, ELEMENTS * (1 + (replay + number) % 2))).collect();
         it.sync();
         it.reduce(it.world(), &mut others, 100 * replay);
         it.write(&mut source, replay);
-        graph.launch(&it.stream).expect("launched");
+        graph.launch(&it.stream).expect("the graph should be launched");
         it.expect(&output, replay, it.sum());
         for (number, other) in others.iter().enumerate() {
             it.expect(other, 100 * replay + number, it.sum());
@@ -282,8 +285,8 @@ pub(crate) fn inside_segment(it: &Rank<'_>) {
     for (tag, (start, len)) in parts.into_iter().enumerate() {
         it.write(&mut tensor, tag);
         it.submit(it.world(), &mut tensor.slice_mut(start..start + len));
-        let values = it.stream.clone_dtoh(&tensor).expect("copied");
-        it.stream.synchronize().expect("the stream completes");
+        let values = it.stream.clone_dtoh(&tensor).expect("the copy should succeed");
+        it.stream.synchronize().expect("the stream should complete");
         for (at, value) in values.into_iter().enumerate() {
             let factor = if (start..start + len).contains(&at) { it.sum() } else { it.rank + 1 };
             assert_eq!(value, factor as f32 * base(at, tag), "rank {}, part {tag}, element {at}", it.rank);
@@ -296,20 +299,20 @@ pub(crate) fn part_of_segment(it: &Rank<'_>) {
     let pool = it.pool(0);
     let mut tensor = it.take(&pool, 8 * ELEMENTS);
     let address = tensor.device_ptr(&it.stream).0;
-    let registered = it.world().register_window(address + MIB, 4 * MIB).expect("registered");
+    let registered = it.world().register_window(address + MIB, 4 * MIB).expect("the registration should succeed");
     let Registered::Window(window) = registered else { panic!("rank {}: no window: {registered:?}", it.rank) };
     for (tag, elements) in [1..2, 2..5, 0..1, 6..7, 4..6].into_iter().enumerate() {
         it.write(&mut tensor, tag);
         let elements = elements.start * ELEMENTS..elements.end * ELEMENTS;
         it.submit(it.world(), &mut tensor.slice_mut(elements.clone()));
-        let values = it.stream.clone_dtoh(&tensor.slice(elements.clone())).expect("copied");
-        it.stream.synchronize().expect("the stream completes");
+        let values = it.stream.clone_dtoh(&tensor.slice(elements.clone())).expect("the copy should succeed");
+        it.stream.synchronize().expect("the stream should complete");
         for (at, value) in elements.zip(values) {
             assert_eq!(value, it.sum() as f32 * base(at, tag), "rank {}, part {tag}, element {at}", it.rank);
         }
     }
     it.meet();
-    it.world().deregister_window(window).expect("deregistered");
+    it.world().deregister_window(window).expect("the deregistration should succeed");
 }
 
 /// Case 7: releases segments, and allocates again, possibly at the same addresses.
@@ -320,7 +323,7 @@ pub(crate) fn released_and_allocated_again(it: &Rank<'_>) {
         it.sync();
         it.reduce(it.world(), &mut tensors, 10 * round);
         drop(tensors);
-        it.allocator.core().trim_pool(pool.id()).expect("released");
+        it.allocator.core().trim_pool(pool.id()).expect("the memory should be released");
         if round % 2 == 0 {
             it.sync();
         }
@@ -334,9 +337,9 @@ pub(crate) fn sleep_and_wake(it: &Rank<'_>) {
     it.sync();
     for round in 0..4 {
         it.reduce(it.world(), &mut tensors, 10 * round);
-        let slept = it.registrar.sleep(it.world(), pool.id(), Contents::Keep).expect("all ranks sleep");
+        let slept = it.registrar.sleep(it.world(), pool.id(), Contents::Keep).expect("all ranks should sleep together");
         assert!(slept.memory.released_bytes >= 6 * MIB, "{slept:?}");
-        let woken = it.registrar.wake(it.world(), pool.id()).expect("all ranks wake");
+        let woken = it.registrar.wake(it.world(), pool.id()).expect("all ranks should wake together");
         assert!(woken.lost.is_empty(), "{woken:?}");
         for (number, tensor) in tensors.iter().enumerate() {
             it.expect(tensor, 10 * round + number, it.sum());
@@ -365,19 +368,19 @@ pub(crate) const RANK_0_BYTES: u64 = 32 * MIB;
 pub(crate) fn aborted_and_recreated(it: &Rank<'_>) {
     let pool = it.pool(2);
     let mut tensors: Vec<_> = (0..3).map(|_| it.take(&pool, 2 * ELEMENTS)).collect();
-    it.registrar.sync(&[&it.comms[0], &it.comms[1]]).expect("the ranks agree");
+    it.registrar.sync(&[&it.comms[0], &it.comms[1]]).expect("the ranks should agree");
     for (number, comm) in it.comms[..2].iter().enumerate() {
         it.reduce(comm, &mut tensors, 10 * number);
     }
     it.meet();
-    it.comms[1].abort().expect("aborted");
+    it.comms[1].abort().expect("the communicator should be aborted");
     // The last abort frees the memory of all ranks of this process, and waits for their devices. A kernel that waits for this rank would
     // never complete.
     it.meet();
     it.reduce(&it.comms[0], &mut tensors, 20);
-    it.registrar.attach(&it.comms[2], &[pool.id()], Registration::Windows).expect("attached");
+    it.registrar.attach(&it.comms[2], &[pool.id()], Registration::Windows).expect("the pool should be attachable");
     tensors.push(it.take(&pool, 12 * ELEMENTS));
-    it.registrar.sync(&[&it.comms[0], &it.comms[2]]).expect("the ranks agree");
+    it.registrar.sync(&[&it.comms[0], &it.comms[2]]).expect("the ranks should agree");
     for (number, comm) in [&it.comms[0], &it.comms[2]].into_iter().enumerate() {
         it.reduce(comm, &mut tensors, 30 + 10 * number);
     }
@@ -391,7 +394,7 @@ pub(crate) fn several_communicators(it: &Rank<'_>) {
         tensors.push(it.take(&pool, (2 + 4 * round) * ELEMENTS));
         let mut order: Vec<_> = it.comms.iter().collect();
         order.rotate_left((it.rank + round) % COMMUNICATORS);
-        it.registrar.sync(&order).expect("the ranks agree");
+        it.registrar.sync(&order).expect("the ranks should agree");
         for (number, comm) in it.comms.iter().enumerate() {
             it.reduce(comm, &mut tensors, 100 * round + 10 * number);
         }

@@ -9,7 +9,7 @@ mod example;
 
 fn run(ranks: u32, rounds: u32) {
     let options = example::Options { ranks: Some(ranks), rounds, threads: true };
-    let table = example::run(&options).expect("all ranks finish").expect("rank 0 has a table");
+    let table = example::run(&options).expect("all ranks should finish").expect("rank 0 has a table");
     print!("{table}");
     assert!(table.is_as_claimed(), "{table}");
     let violations = nccl::violations();

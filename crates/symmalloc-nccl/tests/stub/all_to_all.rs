@@ -65,7 +65,7 @@ nccl_test!(with_checks_ranks_that_disagree_get_the_same_error, {
 
 nccl_test!(with_checks_a_refused_call_submits_nothing_on_any_rank, {
     on_ranks(2, |it| {
-        let all_to_all = AllToAll::builder(&it.comm).check_calls().build().expect("built");
+        let all_to_all = AllToAll::builder(&it.comm).check_calls().build().expect("the build should succeed");
         let rows: &[u64] = if it.rank == 0 { &[1, 2] } else { &[1, 1] };
         let splits = Splits::sending(rows).receiving(&[1, 1]);
         let (input, mut output) = (it.zeros::<u32>(4), it.zeros::<u32>(4));
@@ -84,13 +84,13 @@ nccl_test!(a_captured_call_sends_the_data_of_each_launch, {
 
 nccl_test!(captured_calls_are_not_compared, {
     on_ranks(2, |it| {
-        let all_to_all = AllToAll::builder(&it.comm).check_calls().build().expect("built");
+        let all_to_all = AllToAll::builder(&it.comm).check_calls().build().expect("the build should succeed");
         let (input, mut output) = (it.zeros::<u32>(2), it.zeros::<u32>(2));
-        all_to_all.run(&it.stream, &input, &mut output, 1, None).expect("exchanged");
-        let graphs = GraphPool::new(it.registrar.allocator(), PoolConfig::default()).expect("a pool");
-        let capture = graphs.begin(&it.stream).expect("the capture begins");
-        all_to_all.run(&it.stream, &input, &mut output, 1, None).expect("captured");
-        capture.end().expect("ended");
+        all_to_all.run(&it.stream, &input, &mut output, 1, None).expect("the ranks should exchange their splits");
+        let graphs = GraphPool::new(it.registrar.allocator(), PoolConfig::default()).expect("there should be a pool");
+        let capture = graphs.begin(&it.stream).expect("the capture should begin");
+        all_to_all.run(&it.stream, &input, &mut output, 1, None).expect("the call should be captured");
+        capture.end().expect("the capture should end");
     });
     assert_eq!(nccl::calls("ncclAllGather"), 4, "two from the registrars' sync, two from the first calls");
     nccl::assert_clean();
@@ -103,20 +103,20 @@ fn buffers_are_reused_after_the_exchange() {
     const LATER: u8 = 9;
     for is_registered in [true, false] {
         on_ranks(2, |it| {
-            let all_to_all = AllToAll::new(&it.comm).expect("built");
-            let other = it.comm.device().context().new_stream().expect("a stream");
+            let all_to_all = AllToAll::new(&it.comm).expect("the build should succeed");
+            let other = it.comm.device().context().new_stream().expect("the driver should create a stream");
             if is_registered {
-                it.registrar.allocator().register_stream(&other).expect("registered");
+                it.registrar.allocator().register_stream(&other).expect("the stream should be registered");
             }
             let (mut input, mut output) = (it.buffer::<u8>(&[SENT; LEN]), it.zeros::<u8>(LEN));
             let mut copy = it.zeros::<u8>(LEN);
-            it.stream.synchronize().expect("done");
+            it.stream.synchronize().expect("the work should complete");
             let work = cuda::hold(other.cu_stream() as u64);
-            all_to_all.run(&other, &input, &mut output, 1, None).expect("submitted");
+            all_to_all.run(&other, &input, &mut output, 1, None).expect("the work should be submitted");
             // The guards of these calls order them after the exchange.
-            it.stream.memcpy_htod(&[LATER; LEN], &mut input).expect("submitted");
-            it.stream.memcpy_dtod(&output, &mut copy).expect("submitted");
-            it.stream.memcpy_htod(&[LATER; LEN], &mut output).expect("submitted");
+            it.stream.memcpy_htod(&[LATER; LEN], &mut input).expect("the work should be submitted");
+            it.stream.memcpy_dtod(&output, &mut copy).expect("the work should be submitted");
+            it.stream.memcpy_htod(&[LATER; LEN], &mut output).expect("the work should be submitted");
             cuda::advance(it.stream.cu_stream() as u64);
             drop(work);
             // Work of this rank's stream takes effect before the exchange, unless it waits.
@@ -141,7 +141,7 @@ nccl_test!(splits_that_are_known_or_repeated_cost_no_exchange, {
     on_ranks(2, |it| {
         let all_to_all = it.all_to_all();
         let counts = counts(3, it.ranks);
-        let exchanged = all_to_all.exchange_splits(&counts[it.rank]).expect("exchanged");
+        let exchanged = all_to_all.exchange_splits(&counts[it.rank]).expect("the ranks should exchange their splits");
         let known = known_splits(&counts, it.rank);
         assert_eq!((exchanged.input(), exchanged.output()), (known.input(), known.output()));
         assert_eq!(exchanged.rows_between(1, 0), Some(counts[1][0]));
@@ -207,10 +207,11 @@ nccl_test!(a_rank_with_invalid_splits_is_reported_on_the_others, {
 
 nccl_test!(unregistered_memory_is_refused_if_registration_is_required, {
     on_ranks(2, |it| {
-        let (strict, any) = (it.all_to_all(), AllToAll::new(&it.comm).expect("built"));
-        let plain = CudaAllocator::new(it.comm.device(), Default::default()).expect("an allocator");
+        let (strict, any) = (it.all_to_all(), AllToAll::new(&it.comm).expect("the build should succeed"));
+        let plain = CudaAllocator::new(it.comm.device(), Default::default()).expect("the allocator should be created");
         let splits = Splits::sending(&[1, 1]).receiving(&[1, 1]).expect("the splits are valid");
-        let (input, mut output) = (it.zeros::<u32>(2), plain.alloc_zeroed::<u32>(&it.stream, 2).expect("allocated"));
+        let (input, mut output) =
+            (it.zeros::<u32>(2), plain.alloc_zeroed::<u32>(&it.stream, 2).expect("the allocation should succeed"));
         let refused = strict.run(&it.stream, &input, &mut output, 1, &splits).expect_err("refused");
         assert!(
             matches!(
@@ -232,22 +233,22 @@ nccl_test!(a_segment_is_cached_until_the_registrar_invalidates_it, {
             .registrar
             .allocator()
             .create_pool(PoolConfig::builder().fixed().symmetric(true).build().expect("the configuration is valid"));
-        let pool = pool.expect("a pool");
-        it.registrar.attach(&it.comm, &[pool.id()], Registration::Windows).expect("attached");
+        let pool = pool.expect("there should be a pool");
+        it.registrar.attach(&it.comm, &[pool.id()], Registration::Windows).expect("the pool should be attachable");
         let allocator = it.registrar.allocator().with_pool(&pool);
         let splits = Splits::sending(&[8, 8]).receiving(&[8, 8]).expect("the splits are valid");
         let input = it.zeros::<u32>(16);
         let round = |output: &mut DeviceBuffer<u32>| all_to_all.run(&it.stream, &input, output, 1, &splits);
 
-        let mut output = allocator.alloc_zeroed::<u32>(&it.stream, 16).expect("allocated");
+        let mut output = allocator.alloc_zeroed::<u32>(&it.stream, 16).expect("the allocation should succeed");
         let refused = round(&mut output).expect_err("refused");
         assert!(
             matches!(refused, AllToAllError::NotRegistered { error: LookupError::NotRegistered { .. }, .. }),
             "{refused}"
         );
-        it.registrar.sync(&[&it.comm]).expect("the ranks agree");
+        it.registrar.sync(&[&it.comm]).expect("the ranks should agree");
         for _ in 0..10 {
-            round(&mut output).expect("exchanged");
+            round(&mut output).expect("the ranks should exchange their splits");
         }
         let (first, lasting) = (
             it.registrar.key_of(&output).expect("the buffer lies in a live segment"),
@@ -259,11 +260,11 @@ nccl_test!(a_segment_is_cached_until_the_registrar_invalidates_it, {
 
         // The segment is released while the last call may still be running.
         drop(output);
-        allocator.core().trim_pool(pool.id()).expect("trimmed");
-        it.registrar.sync(&[&it.comm]).expect("the ranks agree");
-        let mut output = allocator.alloc_zeroed::<u32>(&it.stream, 16).expect("allocated");
-        it.registrar.sync(&[&it.comm]).expect("the ranks agree");
-        round(&mut output).expect("exchanged");
+        allocator.core().trim_pool(pool.id()).expect("the trim should succeed");
+        it.registrar.sync(&[&it.comm]).expect("the ranks should agree");
+        let mut output = allocator.alloc_zeroed::<u32>(&it.stream, 16).expect("the allocation should succeed");
+        it.registrar.sync(&[&it.comm]).expect("the ranks should agree");
+        round(&mut output).expect("the ranks should exchange their splits");
         let second = it.registrar.key_of(&output).expect("the buffer lies in a live segment");
         assert_ne!(first, second, "a key is never reused, even at the same address");
         let mut both = [second, lasting];
@@ -277,8 +278,8 @@ nccl_test!(buffers_may_be_dropped_while_the_rows_wait_for_the_other_rank, {
     let barrier = Barrier::new(2);
     on_ranks(2, |it| {
         let all_to_all = it.all_to_all();
-        let other = it.comm.device().context().new_stream().expect("a stream");
-        it.allocator.register_stream(&other).expect("registered");
+        let other = it.comm.device().context().new_stream().expect("the driver should create a stream");
+        it.allocator.register_stream(&other).expect("the stream should be registered");
         let splits = Splits::sending(&[4, 4]).receiving(&[4, 4]).expect("the splits are valid");
         let mut output = it.zeros::<u32>(8);
         for round in 1..=20_u32 {
@@ -287,7 +288,7 @@ nccl_test!(buffers_may_be_dropped_while_the_rows_wait_for_the_other_rank, {
             if it.rank == 1 {
                 barrier.wait();
             }
-            all_to_all.run(&other, &input, &mut output, 1, &splits).expect("exchanged");
+            all_to_all.run(&other, &input, &mut output, 1, &splits).expect("the ranks should exchange their splits");
             drop(input);
             // Rank 1 has not sent anything yet, so rank 0's rows are still in the memory that `next` overwrites with zeros.
             let next = it.zeros::<u32>(8);
@@ -324,14 +325,14 @@ fn holdings(it: &Rank, all_to_all: &AllToAll) -> impl Debug + PartialEq {
 
 /// Returns the number of open files of this process, without the directory that the other rank's thread may be reading.
 fn open_files() -> usize {
-    let files = std::fs::read_dir("/proc/self/fd").expect("/proc is available").flatten();
+    let files = std::fs::read_dir("/proc/self/fd").expect("/proc should be available").flatten();
     files.filter_map(|file| std::fs::read_link(file.path()).ok()).filter(|to| !to.starts_with("/proc")).count()
 }
 
 fn resident_bytes() -> u64 {
-    let statm = std::fs::read_to_string("/proc/self/statm").expect("/proc is available");
+    let statm = std::fs::read_to_string("/proc/self/statm").expect("/proc should be available");
     let pages = statm.split_whitespace().nth(1).expect("the second field");
-    4096 * pages.parse::<u64>().expect("a number")
+    4096 * pages.parse::<u64>().expect("it should be a number")
 }
 
 nccl_test!(many_calls_with_changing_splits_leak_nothing, {
@@ -339,7 +340,9 @@ nccl_test!(many_calls_with_changing_splits_leak_nothing, {
     on_ranks(2, |it| {
         let all_to_all = it.all_to_all();
         let call = |seed| {
-            let splits = all_to_all.exchange_splits(&counts(seed, it.ranks)[it.rank]).expect("exchanged");
+            let splits = all_to_all
+                .exchange_splits(&counts(seed, it.ranks)[it.rank])
+                .expect("the ranks should exchange their splits");
             it.round::<u32>(&all_to_all, seed, &splits, 1 + seed as usize % 3);
         };
         let look = || {
@@ -375,8 +378,8 @@ fn small_model() -> moe_dispatch::Options {
 }
 
 nccl_test!(moe_dispatch_is_correct_with_a_thread_for_each_device, {
-    let reports =
-        moe_dispatch::run(&moe_dispatch::Options { ranks: Some(4), ..small_model() }).expect("the example succeeds");
+    let reports = moe_dispatch::run(&moe_dispatch::Options { ranks: Some(4), ..small_model() })
+        .expect("the example should succeed");
     assert_eq!(reports.len(), 4);
     print!("{}", moe_dispatch::Table(&reports));
     assert!(reports.iter().all(moe_dispatch::Report::is_right));
@@ -384,7 +387,7 @@ nccl_test!(moe_dispatch_is_correct_with_a_thread_for_each_device, {
 });
 
 nccl_test!(moe_dispatch_is_correct_with_the_processes_of_torchrun, {
-    let folder = tempfile::tempdir().expect("a temporary folder");
+    let folder = tempfile::tempdir().expect("a folder should be created");
     let folder = folder.path().to_string_lossy();
     let variables = [
         ("WORLD_SIZE", "2"),
@@ -398,13 +401,13 @@ nccl_test!(moe_dispatch_is_correct_with_the_processes_of_torchrun, {
             // SAFETY: the process has no other thread yet that reads its environment.
             unsafe { std::env::set_var(variable, rank.to_string()) };
         }
-        let reports = moe_dispatch::run(&small_model()).expect("the example succeeds");
+        let reports = moe_dispatch::run(&small_model()).expect("the example should succeed");
         assert!(reports.len() == 1 && reports[0].is_right(), "{}", moe_dispatch::Table(&reports));
         nccl::assert_clean();
         // The stub's job state lives in the process of rank 0, which therefore exits last.
         let done = Path::new(&std::env::var_os("STUB_TEST_FOLDER").expect("set for every rank")).join("done");
         if rank == 1 {
-            std::fs::write(&done, "").expect("written");
+            std::fs::write(&done, "").expect("the write should succeed");
         }
         let since = Instant::now();
         while !done.exists() && since.elapsed() < Duration::from_secs(60) {

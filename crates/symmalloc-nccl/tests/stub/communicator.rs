@@ -40,20 +40,20 @@ impl Rank {
     }
 
     fn buffer(&self, values: &[f32]) -> DeviceBuffer<f32> {
-        let mut buffer = self.allocator.alloc_zeroed::<f32>(&self.stream, values.len()).expect("memory is available");
-        self.stream.memcpy_htod(values, &mut buffer).expect("copied");
+        let mut buffer = self.allocator.alloc_zeroed::<f32>(&self.stream, values.len()).expect("memory should suffice");
+        self.stream.memcpy_htod(values, &mut buffer).expect("the copy should succeed");
         buffer
     }
 
     fn read(&self, buffer: &DeviceBuffer<f32>) -> Vec<f32> {
-        let values = self.stream.clone_dtoh(buffer).expect("copied");
-        self.stream.synchronize().expect("done");
+        let values = self.stream.clone_dtoh(buffer).expect("the copy should succeed");
+        self.stream.synchronize().expect("the work should complete");
         values
     }
 
     /// Returns an allocation that fills a dedicated segment, and its address.
     fn segment(&self) -> (symmalloc_core::Allocation, u64) {
-        let allocation = self.allocator.allocate(&self.stream, SEGMENT_BYTES).expect("memory is available");
+        let allocation = self.allocator.allocate(&self.stream, SEGMENT_BYTES).expect("memory should suffice");
         (allocation, allocation.address.0)
     }
 
@@ -83,13 +83,13 @@ fn ranks_with(
     connect: impl Fn(CommunicatorBuilder) -> CommunicatorBuilder + Sync,
     body: impl Fn(&Rank) + Sync,
 ) {
-    let id = UniqueId::new().expect("an id");
+    let id = UniqueId::new().expect("NCCL should create an id");
     let barrier = Arc::new(Barrier::new(ranks as usize));
     stub_process::threads(ranks as usize, |rank| {
-        let device = CudaDevice::new(rank).expect("a stub device");
-        let comm = connect(builder(&device)).connect(id, rank as u32, ranks).expect("all ranks connect");
-        let allocator = CudaAllocator::new(&device, fixed()).expect("an allocator");
-        let stream = device.context().new_stream().expect("a stream");
+        let device = CudaDevice::new(rank).expect("the stub should have a device");
+        let comm = connect(builder(&device)).connect(id, rank as u32, ranks).expect("all ranks should connect");
+        let allocator = CudaAllocator::new(&device, fixed()).expect("the allocator should be created");
+        let stream = device.context().new_stream().expect("the driver should create a stream");
         body(&Rank { comm, allocator, stream, barrier: Arc::clone(&barrier) });
     });
 }
@@ -124,38 +124,38 @@ nccl_test!(every_collective_computes_its_result, {
         let mine = rank.buffer(&[r, 10.0 * r]);
 
         let mut sum = rank.buffer(&[-1.0; 2]);
-        comm.all_reduce(&mine, &mut sum, ReduceOp::Sum, stream).expect("submitted");
+        comm.all_reduce(&mine, &mut sum, ReduceOp::Sum, stream).expect("the work should be submitted");
         assert_eq!(rank.read(&sum), [6.0, 60.0]);
         let mut max = rank.buffer(&[r, -r]);
-        comm.all_reduce_in_place(&mut max, ReduceOp::Max, stream).expect("submitted");
+        comm.all_reduce_in_place(&mut max, ReduceOp::Max, stream).expect("the work should be submitted");
         assert_eq!(rank.read(&max), [3.0, 0.0]);
         let mut mean = rank.buffer(&[r]);
-        comm.all_reduce_in_place(&mut mean, ReduceOp::Average, stream).expect("submitted");
+        comm.all_reduce_in_place(&mut mean, ReduceOp::Average, stream).expect("the work should be submitted");
         assert_eq!(rank.read(&mean), [1.5]);
 
         let mut all = rank.buffer(&[-1.0; 8]);
-        comm.all_gather(&mine, &mut all, stream).expect("submitted");
+        comm.all_gather(&mine, &mut all, stream).expect("the work should be submitted");
         assert_eq!(rank.read(&all), [0.0, 0.0, 1.0, 10.0, 2.0, 20.0, 3.0, 30.0]);
 
         let parts = rank.buffer(&[r, r + 1.0, r + 2.0, r + 3.0]);
         let mut part = rank.buffer(&[-1.0]);
-        comm.reduce_scatter(&parts, &mut part, ReduceOp::Sum, stream).expect("submitted");
+        comm.reduce_scatter(&parts, &mut part, ReduceOp::Sum, stream).expect("the work should be submitted");
         assert_eq!(rank.read(&part), [6.0 + 4.0 * r]);
 
         let mut received = rank.buffer(&[r]);
-        comm.broadcast(&mut received, 2, stream).expect("submitted");
+        comm.broadcast(&mut received, 2, stream).expect("the work should be submitted");
         assert_eq!(rank.read(&received), [2.0]);
 
         let mut product = rank.buffer(&[-1.0]);
         let factor = rank.buffer(&[r + 1.0]);
-        comm.reduce(&factor, &mut product, ReduceOp::Product, 1, stream).expect("submitted");
+        comm.reduce(&factor, &mut product, ReduceOp::Product, 1, stream).expect("the work should be submitted");
         assert_eq!(rank.read(&product), [if rank.number() == 1 { 24.0 } else { -1.0 }]);
 
         if rank.number() == 0 {
-            comm.send(&mine, 3, stream).expect("submitted");
+            comm.send(&mine, 3, stream).expect("the work should be submitted");
         } else if rank.number() == 3 {
             let mut theirs = rank.buffer(&[-1.0; 2]);
-            comm.receive(&mut theirs, 0, stream).expect("submitted");
+            comm.receive(&mut theirs, 0, stream).expect("the work should be submitted");
             assert_eq!(rank.read(&theirs), [0.0, 0.0]);
         }
     });
@@ -169,10 +169,10 @@ nccl_test!(a_group_sends_and_receives_concurrently, {
         let mut theirs = rank.buffer(&[-1.0; 5]);
         let mut sum = rank.buffer(&[-1.0; 5]);
         let mut group = Group::new();
-        group.send(comm, &mine, (r + 1) % 3, stream).expect("a peer");
-        group.receive(comm, &mut theirs, (r + 2) % 3, stream).expect("a peer");
-        group.all_reduce(comm, &mine, &mut sum, ReduceOp::Sum, stream).expect("the lengths match");
-        group.submit().expect("submitted");
+        group.send(comm, &mine, (r + 1) % 3, stream).expect("the peer should take part");
+        group.receive(comm, &mut theirs, (r + 2) % 3, stream).expect("the peer should take part");
+        group.all_reduce(comm, &mine, &mut sum, ReduceOp::Sum, stream).expect("the lengths should match");
+        group.submit().expect("the work should be submitted");
         assert_eq!(rank.read(&theirs), [((r + 2) % 3) as f32; 5]);
         assert_eq!(rank.read(&sum), [3.0; 5]);
         Group::new().submit().expect("an empty group is valid");
@@ -189,11 +189,11 @@ nccl_test!(a_group_accepts_raw_addresses, {
         // SAFETY: the addresses are those of three floats each, on this device and written on this stream. The floats stay allocated until
         // the stream is read.
         unsafe {
-            group.send_raw(comm, from, 3, DataType::Float32, 1 - r, stream).expect("a peer");
-            group.receive_raw(comm, to, 3, DataType::Float32, 1 - r, stream).expect("a peer");
+            group.send_raw(comm, from, 3, DataType::Float32, 1 - r, stream).expect("the peer should take part");
+            group.receive_raw(comm, to, 3, DataType::Float32, 1 - r, stream).expect("the peer should take part");
             group.send_raw(comm, from, 3, DataType::Float32, 2, stream).expect_err("there are two ranks");
         }
-        group.submit().expect("submitted");
+        group.submit().expect("the work should be submitted");
         assert_eq!(rank.read(&theirs), [(1 - r) as f32; 3]);
     });
     nccl::assert_clean();
@@ -204,15 +204,15 @@ nccl_test!(an_abandoned_group_makes_no_call, {
         let buffer = rank.buffer(&[1.0]);
         let before = nccl::calls("ncclSend") + nccl::calls("ncclGroupStart");
         let mut group = Group::new();
-        group.send(&rank.comm, &buffer, 0, &rank.stream).expect("a peer");
+        group.send(&rank.comm, &buffer, 0, &rank.stream).expect("the peer should take part");
         drop(group);
         assert_eq!(nccl::calls("ncclSend") + nccl::calls("ncclGroupStart"), before);
     });
 });
 
 nccl_test!(one_thread_drives_several_devices_with_a_group, {
-    let id = UniqueId::new().expect("an id");
-    let devices = [0, 1].map(|ordinal| CudaDevice::new(ordinal).expect("a stub device"));
+    let id = UniqueId::new().expect("NCCL should create an id");
+    let devices = [0, 1].map(|ordinal| CudaDevice::new(ordinal).expect("the stub should have a device"));
     let comms: Vec<Communicator> = std::thread::scope(|scope| {
         let _exit = ExitOnPanic;
         let connecting: Vec<_> = (0..2_u32)
@@ -223,22 +223,26 @@ nccl_test!(one_thread_drives_several_devices_with_a_group, {
             .collect();
         connecting.into_iter().map(|thread| thread.join().expect("the thread does not panic")).collect()
     });
-    let streams = [0, 1].map(|rank: usize| devices[rank].context().new_stream().expect("a stream"));
-    let allocators = [0, 1].map(|rank: usize| CudaAllocator::new(&devices[rank], fixed()).expect("an allocator"));
+    let streams =
+        [0, 1].map(|rank: usize| devices[rank].context().new_stream().expect("the driver should create a stream"));
+    let allocators =
+        [0, 1].map(|rank: usize| CudaAllocator::new(&devices[rank], fixed()).expect("the allocator should be created"));
     let ones = [0, 1].map(|rank: usize| {
-        let mut buffer = allocators[rank].alloc_zeroed::<f32>(&streams[rank], 3).expect("memory is available");
-        streams[rank].memcpy_htod(&[1.0; 3], &mut buffer).expect("copied");
+        let mut buffer = allocators[rank].alloc_zeroed::<f32>(&streams[rank], 3).expect("memory should suffice");
+        streams[rank].memcpy_htod(&[1.0; 3], &mut buffer).expect("the copy should succeed");
         buffer
     });
-    let mut sums =
-        [0, 1].map(|rank: usize| allocators[rank].alloc_zeroed::<f32>(&streams[rank], 3).expect("memory is available"));
+    let mut sums = [0, 1]
+        .map(|rank: usize| allocators[rank].alloc_zeroed::<f32>(&streams[rank], 3).expect("memory should suffice"));
     let mut group = Group::new();
     for (rank, sum) in sums.iter_mut().enumerate() {
-        group.all_reduce(&comms[rank], &ones[rank], sum, ReduceOp::Sum, &streams[rank]).expect("the lengths match");
+        group
+            .all_reduce(&comms[rank], &ones[rank], sum, ReduceOp::Sum, &streams[rank])
+            .expect("the lengths should match");
     }
-    group.submit().expect("submitted");
+    group.submit().expect("the work should be submitted");
     for rank in [0, 1] {
-        assert_eq!(streams[rank].clone_dtoh(&sums[rank]).expect("copied"), [2.0; 3]);
+        assert_eq!(streams[rank].clone_dtoh(&sums[rank]).expect("the copy should succeed"), [2.0; 3]);
     }
     nccl::assert_clean();
 });
@@ -248,7 +252,7 @@ nccl_test!(parts_of_a_split_have_names_and_an_order, {
         let r = rank.number();
         // Ranks 0 and 2 form a part, 3 is alone, and 1 is in no part. The keys reverse the order of the first part.
         let color = [Some(0), None, Some(0), Some(7)][r as usize];
-        let part = rank.comm.split(color, 10 - r).expect("all split");
+        let part = rank.comm.split(color, 10 - r).expect("all ranks should split");
         let Some(part) = part else {
             assert_eq!(r, 1);
             return;
@@ -258,7 +262,7 @@ nccl_test!(parts_of_a_split_have_names_and_an_order, {
         assert!(rank.comm.order() < part.order());
         assert_eq!(part.deadline(), rank.comm.deadline());
         let mut sum = rank.buffer(&[r as f32]);
-        part.all_reduce_in_place(&mut sum, ReduceOp::Sum, &rank.stream).expect("submitted");
+        part.all_reduce_in_place(&mut sum, ReduceOp::Sum, &rank.stream).expect("the work should be submitted");
         assert_eq!(rank.read(&sum), [[2.0, -1.0, 2.0, 3.0][r as usize]]);
         part.destroy().expect("the communicator is idle");
         assert_eq!((part.state(), rank.comm.state()), (CommState::Destroyed, CommState::Ready));
@@ -269,7 +273,9 @@ nccl_test!(parts_of_a_split_have_names_and_an_order, {
 nccl_test!(orders_are_equal_on_all_ranks, {
     let orders = std::sync::Mutex::new(vec![]);
     ranks(3, |rank| {
-        let parts = [0, 1].map(|_| rank.comm.split(Some(0), 0).expect("all split").expect("a color"));
+        let parts = [0, 1].map(|_| {
+            rank.comm.split(Some(0), 0).expect("all ranks should split").expect("the rank should be in a part")
+        });
         let order = [rank.comm.order(), parts[0].order(), parts[1].order()].map(|order| order.as_bytes().to_vec());
         assert!(order[0] < order[1] && order[1] < order[2]);
         orders.lock().expect("the lock is not poisoned").push(order);
@@ -281,7 +287,7 @@ nccl_test!(orders_are_equal_on_all_ranks, {
 nccl_test!(windows_and_buffers_are_registered_and_deregistered, {
     in_both_modes(2, |rank| {
         let (_allocation, base) = rank.segment();
-        let window = rank.register(base).expect("a window");
+        let window = rank.register(base).expect("the memory should have a window");
         assert_eq!((window.base(), window.size_bytes()), (base, SEGMENT_BYTES));
         assert!(!window.handle().as_ptr().is_null());
         let buffer = rank.comm.register_buffer(base + 512, 1000).expect("buffers can be in any memory");
@@ -301,7 +307,7 @@ nccl_test!(windows_and_buffers_are_registered_and_deregistered, {
 nccl_test!(destroying_deregisters_windows_first, {
     in_both_modes(2, |rank| {
         let (allocation, base) = rank.segment();
-        let window = rank.register(base).expect("a window");
+        let window = rank.register(base).expect("the memory should have a window");
         let _buffer = rank.comm.register_buffer(base, 4096).expect("buffers can be in any memory");
         rank.meet();
         rank.comm.destroy().expect("the communicator is idle");
@@ -334,7 +340,7 @@ nccl_test!(an_ended_communicator_is_an_error, {
         assert_eq!(error.to_string(), "communicator \"world\" is destroyed: connect a new one");
         assert!(matches!(rank.comm.split(None, 0), Err(CommError::Gone { .. })));
         assert!(matches!(rank.comm.register_buffer(4096, 1), Err(CommError::Gone { .. })));
-        rank.comm.abort().expect("nothing to do");
+        rank.comm.abort().expect("the call should have nothing to do");
     });
     nccl::assert_clean();
 });
@@ -351,7 +357,11 @@ nccl_test!(invalid_lengths_are_refused_before_nccl_is_called, {
         assert!(matches!(comm.all_gather(&one, &mut three, stream), Err(CommError::Length { expected: 2, .. })));
         assert_eq!(comm.broadcast(&mut two, 2, stream), Err(CommError::NoSuchRank { rank: 2, ranks: 2 }));
         assert!(matches!(comm.send(&one, 5, stream), Err(CommError::NoSuchRank { rank: 5, .. })));
-        let other = CudaDevice::new(5).expect("a stub device").context().new_stream().expect("a stream");
+        let other = CudaDevice::new(5)
+            .expect("the stub should have a device")
+            .context()
+            .new_stream()
+            .expect("the driver should create a stream");
         assert!(matches!(comm.broadcast(&mut two, 0, &other), Err(CommError::ForeignStream { .. })));
         let after = nccl::calls("ncclAllReduce") + nccl::calls("ncclAllGather") + nccl::calls("ncclBroadcast");
         assert_eq!(before, after);
@@ -367,7 +377,7 @@ nccl_test!(invalid_lengths_are_refused_before_nccl_is_called, {
 
 nccl_test!(a_registration_is_deregistered_on_its_own_communicator, {
     ranks(2, |rank| {
-        let other = rank.comm.split(Some(0), 0).expect("all split").expect("a color");
+        let other = rank.comm.split(Some(0), 0).expect("all ranks should split").expect("the rank should be in a part");
         let (_allocation, base) = rank.segment();
         let buffer = rank.comm.register_buffer(base, 4096).expect("buffers can be in any memory");
         let refused = other.deregister_buffer(buffer);
@@ -377,8 +387,8 @@ nccl_test!(a_registration_is_deregistered_on_its_own_communicator, {
 });
 
 nccl_test!(ranks_out_of_range_are_refused, {
-    let id = UniqueId::new().expect("an id");
-    let device = CudaDevice::new(0).expect("a stub device");
+    let id = UniqueId::new().expect("NCCL should create an id");
+    let device = CudaDevice::new(0).expect("the stub should have a device");
     for (rank, ranks) in [(0, 0), (2, 2), (u32::MAX, u32::MAX), (0, u32::MAX)] {
         let refused = builder(&device).connect(id, rank, ranks).map(|_| ());
         assert_eq!(refused, Err(CommError::NoSuchRank { rank, ranks }));
@@ -389,17 +399,17 @@ nccl_test!(ranks_out_of_range_are_refused, {
 });
 
 nccl_test!(blocking_and_nonblocking_do_not_mix_in_a_group, {
-    let id = UniqueId::new().expect("an id");
-    let device = CudaDevice::new(0).expect("a stub device");
+    let id = UniqueId::new().expect("NCCL should create an id");
+    let device = CudaDevice::new(0).expect("the stub should have a device");
     let blocking = builder(&device).name("b").connect(id, 0, 1).expect("a single rank connects");
-    let id = UniqueId::new().expect("an id");
+    let id = UniqueId::new().expect("NCCL should create an id");
     let nonblocking = builder(&device).name("n").nonblocking().connect(id, 0, 1).expect("a single rank connects");
-    let stream = device.context().new_stream().expect("a stream");
-    let allocator = CudaAllocator::new(&device, fixed()).expect("an allocator");
-    let [one, two] = [0, 1].map(|_| allocator.alloc_zeroed::<f32>(&stream, 1).expect("memory is available"));
+    let stream = device.context().new_stream().expect("the driver should create a stream");
+    let allocator = CudaAllocator::new(&device, fixed()).expect("the allocator should be created");
+    let [one, two] = [0, 1].map(|_| allocator.alloc_zeroed::<f32>(&stream, 1).expect("memory should suffice"));
     let mut group = Group::new();
-    group.send(&blocking, &one, 0, &stream).expect("a peer");
-    group.send(&nonblocking, &two, 0, &stream).expect("a peer");
+    group.send(&blocking, &one, 0, &stream).expect("the peer should take part");
+    group.send(&nonblocking, &two, 0, &stream).expect("the peer should take part");
     assert_eq!(group.submit(), Err(CommError::MixedGroup { blocking: "b".into(), nonblocking: "n".into() }));
     nccl::assert_clean();
 });
@@ -415,10 +425,10 @@ nccl_test!(a_borrowed_communicator_is_left_to_its_owner, {
         let borrowed = unsafe { builder(rank.comm.device()).name("theirs").borrow(raw) }.expect("a communicator");
         assert_eq!((borrowed.rank(), borrowed.ranks(), borrowed.name()), (rank.number(), 2, "theirs"));
         let mut buffer = rank.buffer(&[1.0]);
-        borrowed.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &rank.stream).expect("submitted");
+        borrowed.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &rank.stream).expect("the work should be submitted");
         assert_eq!(rank.read(&buffer), [2.0]);
         let (_allocation, base) = rank.segment();
-        let _window = borrowed.register_window(base, SEGMENT_BYTES).expect("a window");
+        let _window = borrowed.register_window(base, SEGMENT_BYTES).expect("the memory should have a window");
         rank.meet();
         drop(borrowed);
         rank.meet();
@@ -429,7 +439,7 @@ nccl_test!(a_borrowed_communicator_is_left_to_its_owner, {
         );
         rank.comm.check().expect("the borrowed communicator still works");
 
-        let elsewhere = CudaDevice::new(7).expect("a stub device");
+        let elsewhere = CudaDevice::new(7).expect("the stub should have a device");
         // SAFETY: as above.
         let refused = unsafe { builder(&elsewhere).borrow(raw) }.map(|_| ());
         let expected = CommError::DeviceMismatch { ordinal: 7, actual: rank.number() as i32 };
@@ -441,7 +451,7 @@ nccl_test!(a_borrowed_communicator_is_left_to_its_owner, {
 
 nccl_test!(an_agreement_runs_over_the_communicator, {
     in_both_modes(3, |rank| {
-        let transport = NcclTransport::new(&rank.comm).expect("memory is available");
+        let transport = NcclTransport::new(&rank.comm).expect("memory should suffice");
         assert_eq!((transport.rank(), transport.ranks()), (rank.number(), 3));
         for bytes in [1_usize, 64, 1024, 5000] {
             let message = vec![rank.number() as u8 + 1; bytes];
@@ -459,8 +469,8 @@ nccl_test!(an_agreement_runs_over_the_communicator, {
 nccl_test!(registering_in_a_capture_is_an_error_with_a_remedy, {
     ranks(1, |rank| {
         let (_allocation, base) = rank.segment();
-        let pool = GraphPool::new(&rank.allocator, PoolConfig::default()).expect("a pool");
-        let capture = pool.begin(&rank.stream).expect("the capture begins");
+        let pool = GraphPool::new(&rank.allocator, PoolConfig::default()).expect("there should be a pool");
+        let capture = pool.begin(&rank.stream).expect("the capture should begin");
         let refused = rank.comm.register_window(base, SEGMENT_BYTES).map(|_| ());
         assert_eq!(refused, Err(CommError::Capturing));
         drop(capture);
@@ -475,7 +485,9 @@ nccl_test!(
     {
         ranks(2, |rank| {
             let (_allocation, base) = rank.segment();
-            let Registered::Plain(plain) = rank.comm.register_window(base, SEGMENT_BYTES).expect("registered") else {
+            let Registered::Plain(plain) =
+                rank.comm.register_window(base, SEGMENT_BYTES).expect("the registration should succeed")
+            else {
                 panic!("a window was registered without NVLink");
             };
             assert_eq!((plain.base(), plain.size_bytes()), (base, SEGMENT_BYTES));

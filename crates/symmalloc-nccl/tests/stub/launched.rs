@@ -22,7 +22,7 @@ fn as_torchrun(rank: usize, ranks: usize, job: &str) -> Launch {
         ("TORCHELASTIC_RUN_ID", job.to_owned()),
     ];
     let variable = |name: &str| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| value.clone());
-    Launch::from_variables(variable).expect("complete")
+    Launch::from_variables(variable).expect("the variables should be complete")
 }
 
 /// Returns the ids that each rank printed.
@@ -37,9 +37,9 @@ fn ids(outputs: &[RankOutput]) -> Vec<Vec<String>> {
 nccl_test!(processes_of_one_machine_get_the_same_ids_in_turn, {
     let job = format!("job-{}", std::process::id());
     let outputs = ranks(3, &[("TEST_JOB", &job)], |rank| {
-        let launch = as_torchrun(rank, 3, &std::env::var("TEST_JOB").expect("set"));
+        let launch = as_torchrun(rank, 3, &std::env::var("TEST_JOB").expect("it should be set"));
         for _ in 0..2 {
-            println!("id {:?}", UniqueId::for_job(&launch, DEADLINE).expect("all ranks meet").as_bytes());
+            println!("id {:?}", UniqueId::for_job(&launch, DEADLINE).expect("all ranks should meet").as_bytes());
         }
     });
     let ids = ids(&outputs);
@@ -49,12 +49,16 @@ nccl_test!(processes_of_one_machine_get_the_same_ids_in_turn, {
 });
 
 nccl_test!(borrowed_communicators_meet_at_a_named_address, {
-    let port = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port").local_addr().expect("bound").port();
+    let port = std::net::TcpListener::bind("127.0.0.1:0")
+        .expect("a port should be free")
+        .local_addr()
+        .expect("the socket should be bound")
+        .port();
     let place = format!("127.0.0.1:{port}");
     let outputs = ranks(2, &[("SYMMALLOC_RENDEZVOUS", &place)], |rank| {
         println!(
             "id {:?}",
-            UniqueId::for_job(&as_torchrun(rank, 2, "job"), DEADLINE).expect("both ranks meet").as_bytes()
+            UniqueId::for_job(&as_torchrun(rank, 2, "job"), DEADLINE).expect("both ranks should meet").as_bytes()
         );
     });
     let ids = ids(&outputs);
@@ -66,11 +70,12 @@ fn meet_with_secrets(secrets: [&str; 2]) -> Vec<RankOutput> {
     let job = format!("secrets-{}", std::process::id());
     let options = [("TEST_JOB", &*job), ("TEST_SECRET_0", secrets[0]), ("TEST_SECRET_1", secrets[1])];
     ranks(2, &options, |rank| {
-        let secret = std::env::var(format!("TEST_SECRET_{rank}")).expect("set");
+        let secret = std::env::var(format!("TEST_SECRET_{rank}")).expect("it should be set");
         // SAFETY: the process has no other thread yet that reads its environment.
         unsafe { std::env::set_var("SYMMALLOC_JOB_SECRET", secret) };
         let deadline = if rank == 0 { Duration::from_secs(3) } else { DEADLINE };
-        match UniqueId::for_job(&as_torchrun(rank, 2, &std::env::var("TEST_JOB").expect("set")), deadline) {
+        match UniqueId::for_job(&as_torchrun(rank, 2, &std::env::var("TEST_JOB").expect("it should be set")), deadline)
+        {
             Ok(id) => println!("id {:?}", id.as_bytes()),
             Err(error) => println!("ERROR {error} {error:?}"),
         }
@@ -113,7 +118,7 @@ nccl_test!(a_process_that_is_never_started_is_named, {
     let job = format!("short-{}", std::process::id());
     let outputs = ranks(2, &[("TEST_JOB", &job)], |rank| {
         // The job claims three ranks, but only two start.
-        let launch = as_torchrun(rank, 3, &std::env::var("TEST_JOB").expect("set"));
+        let launch = as_torchrun(rank, 3, &std::env::var("TEST_JOB").expect("it should be set"));
         match UniqueId::for_job(&launch, Duration::from_millis(800)).map(|_| ()) {
             Err(CommError::Rendezvous(RendezvousError::Missing { missing, .. })) => assert_eq!(missing, [2]),
             met => panic!("rank {rank}: {met:?}"),
@@ -126,7 +131,7 @@ nccl_test!(
     one_rank_connects_from_its_environment,
     ["RANK" = "0", "WORLD_SIZE" = "1", "LOCAL_RANK" = "0", "LOCAL_WORLD_SIZE" = "1"],
     {
-        let device = CudaDevice::new(0).expect("a stub device");
+        let device = CudaDevice::new(0).expect("the stub should have a device");
         let comm = Communicator::builder(&device)
             .deadline(DEADLINE)
             .name("job")
@@ -137,7 +142,7 @@ nccl_test!(
 );
 
 nccl_test!(without_a_launcher_the_error_states_how_to_start, {
-    let device = CudaDevice::new(0).expect("a stub device");
+    let device = CudaDevice::new(0).expect("the stub should have a device");
     let refused = Communicator::builder(&device).connect_env().map(|_| ());
     assert!(matches!(refused, Err(CommError::Launch(_))), "{refused:?}");
 });
@@ -147,8 +152,8 @@ fn share_grow_id(old: Option<&Communicator>, folder: &Path) -> UniqueId {
     let file = folder.join("grow.id");
     if let Some(old) = old.filter(|old| old.rank() == 0) {
         let id = old.grow_id().expect("rank 0 creates an id");
-        fs::write(file.with_extension("new"), id.as_bytes()).expect("written");
-        fs::rename(file.with_extension("new"), &file).expect("renamed atomically");
+        fs::write(file.with_extension("new"), id.as_bytes()).expect("the write should succeed");
+        fs::rename(file.with_extension("new"), &file).expect("the rename should succeed");
         return id;
     }
     let bytes = until_some(|| fs::read(&file).ok());
@@ -157,30 +162,33 @@ fn share_grow_id(old: Option<&Communicator>, folder: &Path) -> UniqueId {
 
 // Two processes form a job and register a window. A third one makes the same allocations and joins them.
 nccl_test!(a_process_that_starts_later_joins_and_reduces_in_windows, ["STUB_NCCL_VERSION" = "23203"], {
-    let folder = tempfile::tempdir().expect("a folder");
+    let folder = tempfile::tempdir().expect("a folder should be created");
     let options = [("TEST_FOLDER", &*folder.path().to_string_lossy())];
     let outputs = ranks(3, &options, |rank| {
-        let folder = std::env::var("TEST_FOLDER").expect("set");
-        let device = CudaDevice::new(rank).expect("a stub device");
+        let folder = std::env::var("TEST_FOLDER").expect("it should be set");
+        let device = CudaDevice::new(rank).expect("the stub should have a device");
         let old = (rank < 2).then(|| {
-            let id = UniqueId::for_job(&as_torchrun(rank, 2, &folder), DEADLINE).expect("both ranks meet");
+            let id = UniqueId::for_job(&as_torchrun(rank, 2, &folder), DEADLINE).expect("both ranks should meet");
             let builder = Communicator::builder(&device).deadline(DEADLINE);
             builder.connect(id, rank as u32, 2).expect("both ranks connect")
         });
         let allocator = CudaAllocator::new(&device, Config::default()).expect("the allocator is created");
         let registrar = Registrar::builder(&allocator).build().expect("the registrar is created");
-        let stream = device.context().new_stream().expect("a stream");
-        let pool = PoolConfig::builder().fixed().symmetric(true).build().expect("valid");
-        let pool = allocator.create_pool(pool).expect("created");
-        let mut sums = allocator.with_pool(&pool).alloc_zeroed::<f32>(&stream, 1 << 20).expect("allocated");
+        let stream = device.context().new_stream().expect("the driver should create a stream");
+        let pool = PoolConfig::builder().fixed().symmetric(true).build().expect("the configuration should be valid");
+        let pool = allocator.create_pool(pool).expect("the creation should succeed");
+        let mut sums =
+            allocator.with_pool(&pool).alloc_zeroed::<f32>(&stream, 1 << 20).expect("the allocation should succeed");
         let mut reduce_in_window = |comm: &Communicator| {
-            registrar.attach(comm, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
-            registrar.sync(&[comm]).expect("the ranks agree");
-            registrar.window_of(comm, &sums).expect("it was synced");
-            stream.memcpy_htod(&vec![1.0 + rank as f32; 1 << 20], &mut sums).expect("copied");
-            comm.all_reduce_in_place(&mut sums, ReduceOp::Sum, &stream).expect("submitted");
-            comm.synchronize(&stream).expect("all ranks take part");
-            let sums = stream.clone_dtoh(&sums).expect("copied");
+            registrar
+                .attach(comm, &[pool.id()], Registration::Windows)
+                .expect("the pool should be symmetric and registrable");
+            registrar.sync(&[comm]).expect("the ranks should agree");
+            registrar.window_of(comm, &sums).expect("the buffer should have been synced");
+            stream.memcpy_htod(&vec![1.0 + rank as f32; 1 << 20], &mut sums).expect("the copy should succeed");
+            comm.all_reduce_in_place(&mut sums, ReduceOp::Sum, &stream).expect("the work should be submitted");
+            comm.synchronize(&stream).expect("all ranks should take part");
+            let sums = stream.clone_dtoh(&sums).expect("the copy should succeed");
             assert!(sums.iter().all(|sum| *sum == sums[0]), "every element is reduced");
             sums[0]
         };
@@ -193,13 +201,16 @@ nccl_test!(a_process_that_starts_later_joins_and_reduces_in_windows, ["STUB_NCCL
             Some(old) => builder.grow(old, id, 3),
             None => builder.join(id, 2, 3),
         };
-        let grown = grown.expect("all ranks arrive");
+        let grown = grown.expect("all ranks should arrive");
         assert_eq!((grown.rank() as usize, grown.ranks()), (rank, 3));
         assert_eq!(reduce_in_window(&grown), 6.0);
-        [old, Some(grown)].into_iter().flatten().for_each(|comm| comm.destroy().expect("idle"));
+        [old, Some(grown)]
+            .into_iter()
+            .flatten()
+            .for_each(|comm| comm.destroy().expect("the communicator should be idle"));
         nccl::assert_clean();
         // NCCL needs all processes until every rank has destroyed its communicator.
-        fs::write(Path::new(&folder).join(format!("done.{rank}")), "").expect("written");
+        fs::write(Path::new(&folder).join(format!("done.{rank}")), "").expect("the write should succeed");
         until(|| (0..3).all(|rank| Path::new(&folder).join(format!("done.{rank}")).exists()));
     });
     for output in outputs {
@@ -209,18 +220,23 @@ nccl_test!(a_process_that_starts_later_joins_and_reduces_in_windows, ["STUB_NCCL
 
 /// Returns the processor time of the watchdog's thread.
 fn watchdog_time() -> Duration {
-    let tasks = fs::read_dir("/proc/self/task").expect("Linux").map(|task| task.expect("readable").path());
+    let tasks = fs::read_dir("/proc/self/task")
+        .expect("this test should run on Linux")
+        .map(|task| task.expect("it should be readable").path());
     let read = |task: &Path, file| fs::read_to_string(task.join(file)).unwrap_or_default();
-    let watchdog = tasks.into_iter().find(|task| read(task, "comm").starts_with("symmalloc-watch")).expect("it runs");
+    let watchdog =
+        tasks.into_iter().find(|task| read(task, "comm").starts_with("symmalloc-watch")).expect("it should run");
     // Nanoseconds on a processor, nanoseconds in its queue, and the number of times.
     let nanoseconds = read(&watchdog, "schedstat").split(' ').next().and_then(|text| text.parse().ok());
-    Duration::from_nanos(nanoseconds.expect("a number"))
+    Duration::from_nanos(nanoseconds.expect("it should be a number"))
 }
 
 /// Returns the number of open sockets.
 fn sockets() -> usize {
-    let links =
-        fs::read_dir("/proc/self/fd").expect("Linux").flatten().filter_map(|entry| fs::read_link(entry.path()).ok());
+    let links = fs::read_dir("/proc/self/fd")
+        .expect("this test should run on Linux")
+        .flatten()
+        .filter_map(|entry| fs::read_link(entry.path()).ok());
     links.filter(|link| link.to_string_lossy().starts_with("socket:")).count()
 }
 
@@ -228,34 +244,36 @@ fn sockets() -> usize {
 nccl_test!(rank_0_has_one_connection_to_each_other_rank_and_syncs_use_none, {
     const SYNCS: u32 = 50;
     const MEASURED: Duration = Duration::from_secs(2);
-    let count: usize = std::env::var("SYMMALLOC_RANKS").map_or(6, |text| text.parse().expect("a number"));
-    let folder = tempfile::tempdir().expect("a folder");
+    let count: usize = std::env::var("SYMMALLOC_RANKS").map_or(6, |text| text.parse().expect("it should be a number"));
+    let folder = tempfile::tempdir().expect("a folder should be created");
     let options = [("TEST_FOLDER", &*folder.path().to_string_lossy()), ("STUB_DEVICES", &*count.to_string())];
     let outputs = ranks(count, &options, |rank| {
-        let folder = std::env::var("TEST_FOLDER").expect("set");
+        let folder = std::env::var("TEST_FOLDER").expect("it should be set");
         let all_are = |what: &str| {
-            fs::write(Path::new(&folder).join(format!("{what}.{rank}")), "").expect("written");
+            fs::write(Path::new(&folder).join(format!("{what}.{rank}")), "").expect("the write should succeed");
             until(|| (0..count).all(|rank| Path::new(&folder).join(format!("{what}.{rank}")).exists()));
         };
         let deadline = Duration::from_secs(100);
-        let id = UniqueId::for_job(&as_torchrun(rank, count, &folder), deadline).expect("all ranks meet");
+        let id = UniqueId::for_job(&as_torchrun(rank, count, &folder), deadline).expect("all ranks should meet");
         // The connections to rank 0's store end soon after the meeting.
         let is_star = |sockets: &usize| rank > 0 || (count - 1..count + 3).contains(sockets);
         let of_star = until_some(|| Some(sockets()).filter(is_star));
         // The stub of NCCL connects the others to rank 0, too.
         all_are("counted");
-        let device = CudaDevice::new(rank).expect("a stub device");
+        let device = CudaDevice::new(rank).expect("the stub should have a device");
         let comm = Communicator::builder(&device).deadline(deadline).connect(id, rank as u32, count as u32);
-        let comm = comm.expect("all ranks connect");
+        let comm = comm.expect("all ranks should connect");
         let allocator = CudaAllocator::new(&device, Config::default()).expect("the allocator is created");
         let registrar = Registrar::builder(&allocator).build().expect("the registrar is created");
-        let pool = PoolConfig::builder().fixed().symmetric(true).build().expect("valid");
-        let pool = allocator.create_pool(pool).expect("created");
-        registrar.attach(&comm, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
-        registrar.sync(&[&comm]).expect("the ranks agree");
+        let pool = PoolConfig::builder().fixed().symmetric(true).build().expect("the configuration should be valid");
+        let pool = allocator.create_pool(pool).expect("the creation should succeed");
+        registrar
+            .attach(&comm, &[pool.id()], Registration::Windows)
+            .expect("the pool should be symmetric and registrable");
+        registrar.sync(&[&comm]).expect("the ranks should agree");
         let begun = Instant::now();
         for _ in 0..SYNCS {
-            registrar.sync(&[&comm]).expect("the ranks agree");
+            registrar.sync(&[&comm]).expect("the ranks should agree");
         }
         let sync = begun.elapsed() / SYNCS;
         all_are("synced");
@@ -266,7 +284,7 @@ nccl_test!(rank_0_has_one_connection_to_each_other_rank_and_syncs_use_none, {
         if rank == 0 {
             println!("\nSTAR | {count} | {of_star} | {processor:.1} % | {sync:?} |");
         }
-        comm.destroy().expect("idle");
+        comm.destroy().expect("the communicator should be idle");
         // NCCL needs all processes until every rank has destroyed its communicator.
         all_are("done");
     });

@@ -26,12 +26,13 @@ const SCENARIO: &str = "SYMMALLOC_TEST_SCENARIO";
 const FOLDER: &str = "SYMMALLOC_FLIGHT_RECORDS";
 
 fn folder() -> PathBuf {
-    PathBuf::from(std::env::var(FOLDER).expect("set"))
+    PathBuf::from(std::env::var(FOLDER).expect("it should be set"))
 }
 
 /// Leaves a mark of this rank that the others and the test can see.
 fn mark(name: &str, rank: usize) {
-    fs::write(folder().join(format!("{name}.{rank}")), std::process::id().to_string()).expect("written");
+    fs::write(folder().join(format!("{name}.{rank}")), std::process::id().to_string())
+        .expect("the write should succeed");
 }
 
 fn is_marked(folder: &Path, name: &str, mut ranks: impl Iterator<Item = usize>) -> bool {
@@ -51,13 +52,13 @@ struct Rank {
 
 impl Rank {
     fn new(rank: usize) -> Self {
-        let device = CudaDevice::new(rank).expect("a stub device");
+        let device = CudaDevice::new(rank).expect("the stub should have a device");
         let allocator = CudaAllocator::new(&device, Config::default()).expect("the allocator is created");
         let registrar = Registrar::builder(&allocator).build().expect("the registrar is created");
-        let stream = device.context().new_stream().expect("a stream");
-        let config = PoolConfig::builder().fixed().symmetric(true).build().expect("valid");
-        let pool = allocator.create_pool(config).expect("created");
-        let sums = allocator.with_pool(&pool).alloc_zeroed(&stream, 1 << 20).expect("allocated");
+        let stream = device.context().new_stream().expect("the driver should create a stream");
+        let config = PoolConfig::builder().fixed().symmetric(true).build().expect("the configuration should be valid");
+        let pool = allocator.create_pool(config).expect("the creation should succeed");
+        let sums = allocator.with_pool(&pool).alloc_zeroed(&stream, 1 << 20).expect("the allocation should succeed");
         Rank { rank, allocator, registrar, stream, pool, sums, device }
     }
 
@@ -66,60 +67,64 @@ impl Rank {
     }
 
     fn register(&self, comm: &Communicator) {
-        self.registrar.attach(comm, &[self.pool.id()], Registration::Windows).expect("symmetric and shareable");
-        self.registrar.sync(&[comm]).expect("the ranks agree");
+        self.registrar
+            .attach(comm, &[self.pool.id()], Registration::Windows)
+            .expect("the pool should be symmetric and registrable");
+        self.registrar.sync(&[comm]).expect("the ranks should agree");
     }
 
     fn write_one(&mut self) {
-        self.stream.memcpy_htod(&vec![1.0; 1 << 20], &mut self.sums).expect("copied");
+        self.stream.memcpy_htod(&vec![1.0; 1 << 20], &mut self.sums).expect("the copy should succeed");
     }
 
     /// Reduces in windows, and checks the sum.
     fn reduce(&mut self, comm: &Communicator) {
-        self.registrar.window_of(comm, &self.sums).expect("it was synced");
+        self.registrar.window_of(comm, &self.sums).expect("the buffer should have been synced");
         self.write_one();
-        comm.all_reduce_in_place(&mut self.sums, ReduceOp::Sum, &self.stream).expect("submitted");
-        comm.synchronize(&self.stream).expect("all ranks take part");
+        comm.all_reduce_in_place(&mut self.sums, ReduceOp::Sum, &self.stream).expect("the work should be submitted");
+        comm.synchronize(&self.stream).expect("all ranks should take part");
         self.check(comm);
     }
 
     fn check(&self, comm: &Communicator) {
-        let sums = self.stream.clone_dtoh(&self.sums).expect("copied");
+        let sums = self.stream.clone_dtoh(&self.sums).expect("the copy should succeed");
         assert!(sums.iter().all(|sum| *sum == comm.ranks() as f32), "{} on rank {}", sums[0], self.rank);
     }
 
     /// Each rank sends its number to each other one, as often as the number of the receiver.
     fn exchange(&self, comm: &Communicator) {
         let (ranks, own) = (comm.ranks() as usize, comm.rank() as usize);
-        let all_to_all = AllToAll::new(comm).expect("connected");
+        let all_to_all = AllToAll::new(comm).expect("the connection should succeed");
         let rows: Vec<u64> = (0..ranks as u64).collect();
-        let splits = all_to_all.exchange_splits(&rows).expect("exchanged");
-        let zeros = |rows: usize| self.allocator.alloc_zeroed::<u32>(&self.stream, rows).expect("allocated");
+        let splits = all_to_all.exchange_splits(&rows).expect("the ranks should exchange their splits");
+        let zeros = |rows: usize| {
+            self.allocator.alloc_zeroed::<u32>(&self.stream, rows).expect("the allocation should succeed")
+        };
         let mut input = zeros(rows.iter().sum::<u64>() as usize);
-        self.stream.memcpy_htod(&vec![own as u32; input.len()], &mut input).expect("copied");
+        self.stream.memcpy_htod(&vec![own as u32; input.len()], &mut input).expect("the copy should succeed");
         let mut output = zeros(own * ranks);
-        all_to_all.run(&self.stream, &input, &mut output, 1, &splits).expect("submitted");
-        comm.synchronize(&self.stream).expect("all ranks take part");
-        let received = self.stream.clone_dtoh(&output).expect("copied");
+        all_to_all.run(&self.stream, &input, &mut output, 1, &splits).expect("the work should be submitted");
+        comm.synchronize(&self.stream).expect("all ranks should take part");
+        let received = self.stream.clone_dtoh(&output).expect("the copy should succeed");
         let expected: Vec<u32> = (0..ranks as u32).flat_map(|from| vec![from; own]).collect();
         assert_eq!(received, expected);
     }
 
     /// Captures a collective, and launches it again after a sleep of the pool.
     fn sleep_and_wake(&mut self, comm: &Communicator) {
-        let graphs = GraphPool::new(&self.allocator, PoolConfig::default()).expect("a pool");
-        let capture = graphs.begin(&self.stream).expect("the capture begins");
-        comm.all_reduce_in_place(&mut self.sums, ReduceOp::Sum, &self.stream).expect("captured");
-        let graph = capture.end().expect("ended");
+        let graphs = GraphPool::new(&self.allocator, PoolConfig::default()).expect("there should be a pool");
+        let capture = graphs.begin(&self.stream).expect("the capture should begin");
+        comm.all_reduce_in_place(&mut self.sums, ReduceOp::Sum, &self.stream).expect("the call should be captured");
+        let graph = capture.end().expect("the capture should end");
         for _ in 0..2 {
             self.write_one();
             comm.announce("graph", None, &self.stream, || graph.launch(&self.stream))
                 .expect("ready")
-                .expect("launched");
-            comm.synchronize(&self.stream).expect("all ranks take part");
+                .expect("the graph should be launched");
+            comm.synchronize(&self.stream).expect("all ranks should take part");
             self.check(comm);
-            self.registrar.sleep(comm, self.pool.id(), Contents::Keep).expect("all ranks sleep");
-            let woken = self.registrar.wake(comm, self.pool.id()).expect("all ranks wake");
+            self.registrar.sleep(comm, self.pool.id(), Contents::Keep).expect("all ranks should sleep together");
+            let woken = self.registrar.wake(comm, self.pool.id()).expect("all ranks should wake together");
             assert_eq!((woken.registrations, woken.changed), (1, vec![]), "the graph is still valid");
             self.check(comm);
         }
@@ -131,8 +136,8 @@ fn grow_id(old: Option<&Communicator>) -> UniqueId {
     let file = folder().join("grow.id");
     if let Some(old) = old.filter(|old| old.rank() == 0) {
         let id = old.grow_id().expect("rank 0 creates an id");
-        fs::write(file.with_extension("new"), id.as_bytes()).expect("written");
-        fs::rename(file.with_extension("new"), &file).expect("renamed atomically");
+        fs::write(file.with_extension("new"), id.as_bytes()).expect("the write should succeed");
+        fs::rename(file.with_extension("new"), &file).expect("the rename should succeed");
         return id;
     }
     UniqueId::from_bytes(until_some(|| fs::read(&file).ok()?.try_into().ok()))
@@ -149,17 +154,17 @@ const SLOW: Quality = Quality { delay: Duration::from_millis(10), bytes_per_seco
 
 // Windows, agreement, all-to-all-v, captured collectives, sleep and wake, a smaller and a larger communicator.
 nccl_test!(a_job_does_everything_over_a_slow_link, ["STUB_NCCL_VERSION" = "23203", "STUB_NCCL_REUSE_WINDOWS" = "1"], {
-    let shared = tempfile::tempdir().expect("a folder");
+    let shared = tempfile::tempdir().expect("a folder should be created");
     let options = [(FOLDER, &*shared.path().to_string_lossy())];
     let outputs = ranks_of_machines(
         RANKS,
         &options,
         |rank| {
             let mut it = Rank::new(rank);
-            let world = it.connect(PATIENT).expect("all ranks meet");
+            let world = it.connect(PATIENT).expect("all ranks should meet");
             it.register(&world);
             it.reduce(&world);
-            it.registrar.agree(&[&world]).expect("the ranks agree");
+            it.registrar.agree(&[&world]).expect("the ranks should agree");
             it.exchange(&world);
             it.sleep_and_wake(&world);
             // Rank 3 leaves, and joins again.
@@ -174,11 +179,14 @@ nccl_test!(a_job_does_everything_over_a_slow_link, ["STUB_NCCL_VERSION" = "23203
                 Some(rest) => builder.grow(rest, id, 4),
                 None => builder.join(id, 3, 4),
             };
-            let grown = grown.expect("all ranks arrive");
+            let grown = grown.expect("all ranks should arrive");
             it.register(&grown);
             it.reduce(&grown);
             it.exchange(&grown);
-            [rest, Some(grown), Some(world)].into_iter().flatten().for_each(|comm| comm.destroy().expect("idle"));
+            [rest, Some(grown), Some(world)]
+                .into_iter()
+                .flatten()
+                .for_each(|comm| comm.destroy().expect("the communicator should be idle"));
             nccl::assert_clean();
             // NCCL needs all processes until every rank has destroyed its communicators.
             mark("done", rank);
@@ -222,7 +230,7 @@ impl Event {
         let signal = |rank: usize, signal| {
             let pid = fs::read_to_string(folder.join(format!("reduced.{rank}"))).expect("marked");
             // SAFETY: the call only ends or stops a rank of this test.
-            unsafe { libc::kill(pid.parse().expect("a number"), signal) };
+            unsafe { libc::kill(pid.parse().expect("it should be a number"), signal) };
         };
         let cut = Quality { is_cut: true, ..Quality::default() };
         match self {
@@ -251,7 +259,7 @@ impl Event {
 
     /// Returns what is wrong with the end of the job.
     fn complaints(self) -> Vec<String> {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a folder should be created");
         let options = [(FOLDER, &*folder.path().to_string_lossy()), (SCENARIO, &*format!("{self:?}"))];
         let mut since = None;
         let outputs = ranks_of_machines(
@@ -315,12 +323,12 @@ nccl_test!(each_side_of_a_partition_names_the_other_as_if_it_were_dead, {
             &[],
             |rank| {
                 let mut it = Rank::new(rank);
-                let world = it.connect(DEADLINE).expect("all ranks meet");
+                let world = it.connect(DEADLINE).expect("all ranks should meet");
                 let mut step = || {
                     world.all_reduce_in_place(&mut it.sums, ReduceOp::Sum, &it.stream)?;
                     world.synchronize(&it.stream)
                 };
-                step().expect("all ranks take part");
+                step().expect("all ranks should take part");
                 mark("reduced", rank);
                 let error = until_some(|| step().err());
                 say(&error);
@@ -344,14 +352,15 @@ nccl_test!(each_side_of_a_partition_names_the_other_as_if_it_were_dead, {
 
 // The link is cut between the meeting and the creation of a communicator, which NCCL does not bound.
 nccl_test!(each_side_of_a_partition_names_the_other_while_ranks_connect, {
-    let shared = tempfile::tempdir().expect("a folder");
+    let shared = tempfile::tempdir().expect("a folder should be created");
     let options = [(FOLDER, &*shared.path().to_string_lossy())];
     let outputs = ranks_of_machines(
         RANKS,
         &options,
         |rank| {
-            let device = CudaDevice::new(rank).expect("a stub device");
-            let id = UniqueId::for_job(&Launch::from_env().expect("torchrun's"), PATIENT).expect("all ranks meet");
+            let device = CudaDevice::new(rank).expect("the stub should have a device");
+            let id =
+                UniqueId::for_job(&Launch::from_env().expect("torchrun's"), PATIENT).expect("all ranks should meet");
             mark("met", rank);
             until(|| is_marked(&folder(), "cut", 0..1));
             let error = Communicator::builder(&device).deadline(DEADLINE).connect(id, rank as u32, RANKS as u32);
@@ -361,7 +370,7 @@ nccl_test!(each_side_of_a_partition_names_the_other_while_ranks_connect, {
         |machines| {
             until(|| is_marked(shared.path(), "met", 0..RANKS));
             machines.cut();
-            fs::write(shared.path().join("cut.0"), "").expect("written");
+            fs::write(shared.path().join("cut.0"), "").expect("the write should succeed");
         },
     );
     for output in outputs.iter().flatten() {

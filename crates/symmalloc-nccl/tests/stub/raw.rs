@@ -119,8 +119,8 @@ pub(crate) struct Rank {
 impl Rank {
     /// Joins as a rank, on the calling thread.
     pub(crate) fn join(ranks: usize, id: UniqueId, rank: usize, barrier: &Arc<Barrier>) -> Rank {
-        let context = CudaContext::new(rank).expect("a stub device");
-        let stream = context.new_stream().expect("a stream");
+        let context = CudaContext::new(rank).expect("the stub should have a device");
+        let stream = context.new_stream().expect("the driver should create a stream");
         let (code, comm) = init(ranks, id, rank, true);
         assert_eq!(code, SUCCESS, "rank {rank} joins");
         Rank { rank, comm, stream, barrier: Arc::clone(barrier) }
@@ -156,16 +156,17 @@ impl Rank {
 
     pub(crate) fn write<T: Copy>(&self, address: u64, values: &[T]) {
         // SAFETY: the memory belongs to this rank, has this size, and is not in use.
-        unsafe { cudarc::driver::result::memcpy_htod_async(address, values, self.stream.cu_stream()) }.expect("copied");
-        self.stream.synchronize().expect("the stream completes");
+        unsafe { cudarc::driver::result::memcpy_htod_async(address, values, self.stream.cu_stream()) }
+            .expect("the copy should succeed");
+        self.stream.synchronize().expect("the stream should complete");
     }
 
     pub(crate) fn read<T: Copy + Default>(&self, address: u64, count: usize) -> Vec<T> {
         let mut values = vec![T::default(); count];
         // SAFETY: the memory belongs to this rank and has this size.
         unsafe { cudarc::driver::result::memcpy_dtoh_async(&mut values, address, self.stream.cu_stream()) }
-            .expect("copied");
-        self.stream.synchronize().expect("the stream completes");
+            .expect("the copy should succeed");
+        self.stream.synchronize().expect("the stream should complete");
         values
     }
 

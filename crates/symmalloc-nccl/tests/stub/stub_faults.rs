@@ -20,7 +20,7 @@ nccl_test!(a_collective_whose_peer_never_arrives_never_completes_and_blocks_no_t
         if rank.rank == 0 {
             rank.write(segment, &input(0));
             assert_eq!(rank.sum(segment, segment, COUNT), SUCCESS);
-            let event = rank.stream.record_event(None).expect("recorded");
+            let event = rank.stream.record_event(None).expect("the event should be recorded");
             for _ in 0..10 {
                 assert_eq!(query(&event), CUresult::CUDA_ERROR_NOT_READY);
                 assert_eq!(async_error(rank.comm), SUCCESS);
@@ -38,23 +38,25 @@ nccl_test!(work_after_a_collective_waits_for_it_even_on_other_streams, {
     ranks(2, |rank| {
         let segment = rank.segment(2 * MIB);
         rank.write(segment, &input(rank.rank));
-        let other = rank.stream.context().new_stream().expect("a stream");
+        let other = rank.stream.context().new_stream().expect("the driver should create a stream");
         if rank.rank == 0 {
             assert_eq!(rank.sum(segment, segment, COUNT), SUCCESS);
-            other.wait(&rank.stream.record_event(None).expect("recorded")).expect("submitted");
+            other
+                .wait(&rank.stream.record_event(None).expect("the event should be recorded"))
+                .expect("the work should be submitted");
             let copy = segment + MIB as u64;
             // SAFETY: the segment contains both, and they do not overlap.
             unsafe { cudarc::driver::result::memcpy_dtod_async(copy, segment, 4 * COUNT, other.cu_stream()) }
-                .expect("submitted");
+                .expect("the work should be submitted");
             assert!(!cuda::advance(other.cu_stream() as u64), "the peer has not joined yet");
             rank.meet();
-            other.synchronize().expect("the stream completes");
+            other.synchronize().expect("the stream should complete");
             assert_eq!(rank.read::<f32>(copy, COUNT), sum(2));
         } else {
             rank.meet();
             assert_eq!(rank.sum(segment, segment, COUNT), SUCCESS);
         }
-        rank.stream.synchronize().expect("the stream completes");
+        rank.stream.synchronize().expect("the stream should complete");
         assert_eq!(destroy(rank.comm), SUCCESS);
     });
     nccl::assert_clean();
@@ -73,7 +75,7 @@ nccl_test!(a_rank_that_hangs_in_a_registration_is_freed_by_a_revoke_or_an_abort,
                 until(|| calls() != 0 && calls() % 2 == 0);
                 rank.meet();
                 assert_eq!(ends(rank.comm), SUCCESS);
-                let (code, window) = caller.join().expect("the call returns");
+                let (code, window) = caller.join().expect("the call should return");
                 assert!([INTERNAL_ERROR, REMOTE_ERROR].contains(&code), "{code}");
                 assert_eq!(window, 0);
             });
@@ -122,8 +124,8 @@ nccl_test!(a_nonblocking_communicator_is_in_progress_until_it_is_queried, {
         let _exit = ExitOnPanic;
         for rank in 0..2 {
             scope.spawn(move || {
-                let context = cudarc::driver::CudaContext::new(rank).expect("a stub device");
-                let stream = context.new_stream().expect("a stream");
+                let context = cudarc::driver::CudaContext::new(rank).expect("the stub should have a device");
+                let stream = context.new_stream().expect("the driver should create a stream");
                 let comm = join_nonblocking(id, rank);
                 assert_eq!(settle(comm), SUCCESS);
                 let raw = stream.cu_stream() as u64;
@@ -131,11 +133,11 @@ nccl_test!(a_nonblocking_communicator_is_in_progress_until_it_is_queried, {
                 assert_eq!(crate::raw::memory_allocate(&raw mut base, 2 * MIB), SUCCESS);
                 // NCCL's thread starts late, so an event that is recorded before the first query completes immediately.
                 assert_eq!(all_reduce(base, base, COUNT, 7, 0, comm, raw), IN_PROGRESS);
-                let early = stream.record_event(None).expect("recorded");
+                let early = stream.record_event(None).expect("the event should be recorded");
                 until(|| query(&early) == CUresult::CUDA_SUCCESS);
                 assert_eq!(async_error(comm), IN_PROGRESS);
                 assert_eq!(settle(comm), SUCCESS);
-                stream.synchronize().expect("the stream completes");
+                stream.synchronize().expect("the stream should complete");
                 let mut window = 1;
                 assert_eq!(crate::raw::window_register(comm, base, 2 * MIB, &raw mut window, 1), IN_PROGRESS);
                 assert_eq!(settle(comm), SUCCESS);
@@ -151,7 +153,7 @@ nccl_test!(a_nonblocking_communicator_is_in_progress_until_it_is_queried, {
 nccl_test!(a_hanging_init_ends_when_the_fault_is_removed, {
     nccl::hang("ncclCommInitRankConfig", Some(0), 1);
     let id = unique_id();
-    let _context = cudarc::driver::CudaContext::new(0).expect("a stub device");
+    let _context = cudarc::driver::CudaContext::new(0).expect("the stub should have a device");
     std::thread::scope(|scope| {
         let _exit = ExitOnPanic;
         let hung = scope.spawn(|| init(2, id, 0, true).0);
@@ -160,7 +162,7 @@ nccl_test!(a_hanging_init_ends_when_the_fault_is_removed, {
             nccl::heal();
             hung.is_finished()
         });
-        assert_eq!(hung.join().expect("the call returns"), 2);
+        assert_eq!(hung.join().expect("the call should return"), 2);
     });
 });
 
@@ -171,7 +173,7 @@ nccl_test!(thousands_of_jobs_run_in_one_process, {
             let (code, window) = rank.window(segment, 2 * MIB);
             assert_eq!(code, SUCCESS);
             assert_eq!(rank.sum(segment, segment, 16), SUCCESS);
-            rank.stream.synchronize().expect("the stream completes");
+            rank.stream.synchronize().expect("the stream should complete");
             assert_eq!(window_deregister(rank.comm, window), SUCCESS);
             assert_eq!((memory_free(segment), destroy(rank.comm)), (SUCCESS, SUCCESS));
         });

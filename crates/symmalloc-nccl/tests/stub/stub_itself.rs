@@ -53,7 +53,7 @@ nccl_test!(every_type_and_operation_reduces, {
             SUCCESS,
             "eight-bit floats can be copied"
         );
-        rank.stream.synchronize().expect("the stream completes");
+        rank.stream.synchronize().expect("the stream should complete");
         assert_eq!(destroy(rank.comm), SUCCESS);
     });
     nccl::assert_clean();

@@ -12,8 +12,8 @@ fn exchange(rank: usize, file: &str) -> UniqueId {
     if rank == 0 {
         let id = unique_id();
         let new = file.with_extension("new");
-        std::fs::write(&new, id.0).expect("written");
-        std::fs::rename(new, file).expect("renamed atomically");
+        std::fs::write(&new, id.0).expect("the write should succeed");
+        std::fs::rename(new, file).expect("the rename should succeed");
         return id;
     }
     let bytes = until_some(|| std::fs::read(&file).ok());
@@ -43,12 +43,13 @@ fn reduce_in_windows(rank: &Rank, skew: u64) -> Vec<f32> {
 }
 
 nccl_test!(processes_reduce_as_threads_do, {
-    let folder = tempfile::tempdir().expect("a temporary folder");
+    let folder = tempfile::tempdir().expect("a folder should be created");
     for (name, skew) in [("right", 0), ("wrong", 8192)] {
         let file = folder.path().join(name);
         let outputs =
             ranks(4, &[("STUB_TEST_ID", &file.to_string_lossy()), ("STUB_TEST_SKEW", &format!("{skew}"))], |rank| {
-                let skew = std::env::var("STUB_TEST_SKEW").expect("set").parse().expect("a number");
+                let skew =
+                    std::env::var("STUB_TEST_SKEW").expect("it should be set").parse().expect("it should be a number");
                 let rank = join(rank, 4);
                 assert_eq!(reduce_in_windows(&rank, skew) == sum(4), skew == 0);
                 assert_eq!(destroy(rank.comm), SUCCESS);
@@ -63,7 +64,7 @@ nccl_test!(processes_reduce_as_threads_do, {
 });
 
 nccl_test!(a_process_that_ends_is_a_remote_error_for_the_others, {
-    let folder = tempfile::tempdir().expect("a temporary folder");
+    let folder = tempfile::tempdir().expect("a folder should be created");
     let file = folder.path().join("id");
     let outputs = ranks(3, &[("STUB_TEST_ID", &file.to_string_lossy())], |rank| {
         let rank = join(rank, 3);

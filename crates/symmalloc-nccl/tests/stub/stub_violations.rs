@@ -31,7 +31,9 @@ fn mapped(rank: &Rank, chunks: usize, is_exportable: bool) -> u64 {
     let device = rank.rank as i32;
     // SAFETY: all pointers are to locals that are valid during the call, and the ranges and handles have just been created.
     unsafe {
-        sys::cuMemAddressReserve(&raw mut base, chunks * SEGMENT, 0, 0, 0).result().expect("reserved");
+        sys::cuMemAddressReserve(&raw mut base, chunks * SEGMENT, 0, 0, 0)
+            .result()
+            .expect("the reservation should succeed");
         for chunk in 0..chunks {
             let at = base + (chunk * SEGMENT) as u64;
             let mut handle = 0;
@@ -43,14 +45,16 @@ fn mapped(rank: &Rank, chunks: usize, is_exportable: bool) -> u64 {
                 properties.requestedHandleTypes =
                     sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
             }
-            sys::cuMemCreate(&raw mut handle, SEGMENT, &raw const properties, 0).result().expect("created");
-            sys::cuMemMap(at, SEGMENT, 0, handle, 0).result().expect("mapped");
+            sys::cuMemCreate(&raw mut handle, SEGMENT, &raw const properties, 0)
+                .result()
+                .expect("the creation should succeed");
+            sys::cuMemMap(at, SEGMENT, 0, handle, 0).result().expect("the mapping should succeed");
             let access = sys::CUmemAccessDesc {
                 location: properties.location,
                 flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
             };
             sys::cuMemSetAccess(at, SEGMENT, &raw const access, 1).result().expect("accessible");
-            sys::cuMemRelease(handle).result().expect("released");
+            sys::cuMemRelease(handle).result().expect("it should be released");
         }
     }
     base
@@ -61,7 +65,7 @@ nccl_test!(invalid_registrations_are_violations, {
         let segment = rank.segment(2 * SEGMENT);
         let mut plain = 0;
         // SAFETY: the pointer is valid for writing.
-        unsafe { sys::cuMemAlloc_v2(&raw mut plain, SEGMENT) }.result().expect("allocated");
+        unsafe { sys::cuMemAlloc_v2(&raw mut plain, SEGMENT) }.result().expect("the allocation should succeed");
         assert_eq!(rank.window(plain, SEGMENT), (CUDA_ERROR, 0));
         saw(&["not virtual memory management memory"]);
         assert_eq!(rank.window(segment + 512, SEGMENT), (INVALID_ARGUMENT, 0));
@@ -89,7 +93,7 @@ nccl_test!(invalid_registrations_are_violations, {
         assert_eq!(window_deregister(rank.comm, 1), INVALID_ARGUMENT);
         saw(&["ncclCommWindowDeregister of an unknown handle"]);
         // SAFETY: nothing uses the memory.
-        unsafe { sys::cuMemFree_v2(plain) }.result().expect("freed");
+        unsafe { sys::cuMemFree_v2(plain) }.result().expect("the memory should be freed");
         saw(&["unmapped or freed under registered buffer"]);
         assert_eq!(buffer_deregister(rank.comm, buffer), SUCCESS);
         assert_eq!(window_deregister(rank.comm, again), SUCCESS);
@@ -151,7 +155,7 @@ nccl_test!(different_host_calls_wait_indefinitely, {
             rank.meet();
             assert!(!inside.is_finished());
             assert_eq!(abort(rank.comm), SUCCESS);
-            assert_ne!(inside.join().expect("the call returns"), SUCCESS);
+            assert_ne!(inside.join().expect("the call should return"), SUCCESS);
         });
     });
     saw(&["different host steps"]);
@@ -162,7 +166,7 @@ nccl_test!(calls_on_a_dead_or_busy_communicator_are_violations, {
         let segment = rank.segment(SEGMENT);
         assert_eq!(rank.window(segment, SEGMENT).0, SUCCESS);
         assert_eq!(rank.sum(segment, segment, COUNT), SUCCESS);
-        rank.stream.synchronize().expect("the stream completes");
+        rank.stream.synchronize().expect("the stream should complete");
         rank.meet();
         if rank.rank == 0 {
             std::thread::scope(|scope| {
@@ -175,7 +179,7 @@ nccl_test!(calls_on_a_dead_or_busy_communicator_are_violations, {
                     nccl::violations().len() > 1
                 });
                 assert_eq!(abort(rank.comm), SUCCESS);
-                assert_ne!(inside.join().expect("the call returns").0, SUCCESS);
+                assert_ne!(inside.join().expect("the call should return").0, SUCCESS);
             });
             saw(&["registered twice", "while another thread is in a call"]);
             assert_eq!(rank.sum(segment, segment, COUNT), INVALID_ARGUMENT);
@@ -189,7 +193,7 @@ nccl_test!(calls_on_a_dead_or_busy_communicator_are_violations, {
                 let inside = scope.spawn(|| destroy(rank.comm));
                 until(|| !nccl::violations().is_empty());
                 assert_eq!(abort(rank.comm), SUCCESS);
-                inside.join().expect("the call returns");
+                inside.join().expect("the call should return");
             });
         }
     });
@@ -201,13 +205,13 @@ nccl_test!(a_graph_must_not_outlive_its_communicator_or_windows, {
         let segment = rank.segment(SEGMENT);
         rank.stream
             .begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
-            .expect("the capture begins");
+            .expect("the capture should begin");
         assert_eq!(rank.sum(segment, segment, COUNT), SUCCESS);
         let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
-        let graph = rank.stream.end_capture(flags).expect("ended").expect("a graph");
+        let graph = rank.stream.end_capture(flags).expect("the capture should end").expect("a graph");
         assert_eq!(destroy(rank.comm), SUCCESS);
-        graph.launch().expect("launched");
-        rank.stream.synchronize().expect("the stream completes");
+        graph.launch().expect("the graph should be launched");
+        rank.stream.synchronize().expect("the stream should complete");
     });
     saw(&["a graph launched a collective of a communicator that has ended"]);
 });
@@ -217,7 +221,7 @@ nccl_test!(a_registration_in_a_capture_fails_and_invalidates_it, {
         let segment = rank.segment(SEGMENT);
         rank.stream
             .begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
-            .expect("the capture begins");
+            .expect("the capture should begin");
         assert_eq!(rank.window(segment, SEGMENT).0, CUDA_ERROR);
         let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
         assert!(rank.stream.end_capture(flags).is_err());
@@ -233,7 +237,7 @@ nccl_test!(
             let segment = rank.segment(SEGMENT);
             rank.stream
                 .begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
-                .expect("the capture begins");
+                .expect("the capture should begin");
             let (code, window) = rank.window(segment, SEGMENT);
             assert_eq!(code, SUCCESS);
             let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
@@ -339,7 +343,7 @@ nccl_test!(a_check_of_all_arguments_finds_different_offsets, ["STUB_NCCL_CHECK_M
         let at = segment + 4096 * rank.rank as u64;
         assert_eq!(rank.sum(at, at, COUNT), INVALID_ARGUMENT);
         assert_eq!(rank.sum(segment, segment, COUNT), SUCCESS);
-        rank.stream.synchronize().expect("the stream completes");
+        rank.stream.synchronize().expect("the stream should complete");
         assert_eq!(destroy(rank.comm), SUCCESS);
     });
     nccl::assert_clean();
@@ -355,7 +359,7 @@ nccl_test!(the_first_collective_can_be_made_to_wait_for_the_peers_on_the_host, [
                 until(|| nccl::calls("ncclAllReduce") != 0);
                 assert!(!inside.is_finished(), "rank 1 has not joined yet");
                 rank.meet();
-                assert_eq!(inside.join().expect("the call returns"), SUCCESS);
+                assert_eq!(inside.join().expect("the call should return"), SUCCESS);
             } else {
                 rank.meet();
                 assert_eq!(rank.sum(segment, segment, COUNT), SUCCESS);
@@ -385,7 +389,12 @@ nccl_test!(before_2_29_a_communicator_leaks_the_memory_of_its_windows, {
 nccl_test!(one_thread_makes_host_calls_of_several_ranks_in_a_group, {
     let id = crate::raw::unique_id();
     let streams: Vec<_> = (0..2)
-        .map(|rank| cudarc::driver::CudaContext::new(rank).expect("a stub device").new_stream().expect("a stream"))
+        .map(|rank| {
+            cudarc::driver::CudaContext::new(rank)
+                .expect("the stub should have a device")
+                .new_stream()
+                .expect("the driver should create a stream")
+        })
         .collect();
     let mut comms = [0; 2];
     assert_eq!(group_start(), SUCCESS);

@@ -16,17 +16,17 @@ nccl_test!(two_models_take_turns_and_every_answer_is_correct, ["STUB_NCCL_REUSE_
             let (device, world) = (&it.device, &it.world);
             let size = Size::with_weights(8 << 20, 6);
             let allocator = allocator_for(device, size).expect("the allocator is created");
-            let registrar = Registrar::builder(&allocator).build().expect("built");
+            let registrar = Registrar::builder(&allocator).build().expect("the build should succeed");
             let load = |seed, passes| Model::load(&allocator, &registrar, world, size, (seed, passes));
             let mut captured = load(3, Passes::Captured).expect("the device has enough memory");
             let first = captured.answer(0).expect("the answer is correct");
             drop(captured);
-            registrar.sync(&[world]).expect("the ranks agree");
+            registrar.sync(&[world]).expect("the ranks should agree");
             allocator.trim_all().expect("the driver releases the memory");
             let mut models = Vec::new();
             for seed in [3, 5] {
                 let mut model = load(seed, Passes::Submitted).expect("the device has enough memory");
-                model.sleep().expect("all ranks sleep");
+                model.sleep().expect("all ranks should sleep together");
                 models.push(model);
             }
             let mut answers = Vec::new();
@@ -35,7 +35,7 @@ nccl_test!(two_models_take_turns_and_every_answer_is_correct, ["STUB_NCCL_REUSE_
                 model.wake().expect("the other model sleeps");
                 // The same two prompts alternate.
                 answers.push(model.answer(turn as u32 % 2).expect("the answer is correct"));
-                model.sleep().expect("all ranks sleep");
+                model.sleep().expect("all ranks should sleep together");
             }
             assert!(
                 answers[0] == first
@@ -46,7 +46,7 @@ nccl_test!(two_models_take_turns_and_every_answer_is_correct, ["STUB_NCCL_REUSE_
             );
             models[0].wake().expect("the other model sleeps");
             assert!(models[1].wake().is_err(), "the device has no memory for both models");
-            models[0].sleep().expect("all ranks sleep");
+            models[0].sleep().expect("all ranks should sleep together");
             models.into_iter().try_for_each(Model::end).expect("nothing is left");
         });
     }

@@ -32,7 +32,7 @@ const LATE: Duration = Duration::from_secs(3 + 1);
 
 /// Returns the directory of flight records.
 fn folder() -> PathBuf {
-    PathBuf::from(std::env::var("SYMMALLOC_FLIGHT_RECORDS").expect("set"))
+    PathBuf::from(std::env::var("SYMMALLOC_FLIGHT_RECORDS").expect("it should be set"))
 }
 
 /// A rank with a communicator of all ranks.
@@ -55,26 +55,26 @@ impl Rank {
             ("TORCHELASTIC_RUN_ID", folder.display().to_string()),
         ];
         let variable = |name: &str| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| value.clone());
-        let launch = Launch::from_variables(variable).expect("complete");
-        let id = UniqueId::for_job(&launch, Duration::from_secs(60)).expect("all ranks meet");
+        let launch = Launch::from_variables(variable).expect("the variables should be complete");
+        let id = UniqueId::for_job(&launch, Duration::from_secs(60)).expect("all ranks should meet");
         Rank { folder, ..Rank::of_thread(rank, ranks, id, deadline) }
     }
 
     /// Creates a rank that is a thread of this process.
     fn of_thread(rank: usize, ranks: usize, id: UniqueId, deadline: Duration) -> Self {
-        let device = CudaDevice::new(rank).expect("a stub device");
+        let device = CudaDevice::new(rank).expect("the stub should have a device");
         let comm = Communicator::builder(&device).deadline(deadline).connect(id, rank as u32, ranks as u32);
-        let comm = comm.expect("all ranks connect");
+        let comm = comm.expect("all ranks should connect");
         let allocator = CudaAllocator::new(&device, Config::default()).expect("the allocator is created");
-        let stream = device.context().new_stream().expect("a stream");
-        let buffer = allocator.alloc_zeroed(&stream, 1024).expect("allocated");
+        let stream = device.context().new_stream().expect("the driver should create a stream");
+        let buffer = allocator.alloc_zeroed(&stream, 1024).expect("the allocation should succeed");
         Rank { comm, stream, buffer, allocator, folder: PathBuf::new() }
     }
 
     /// Destroys the communicator and waits until all ranks have done so, because NCCL needs all of them until then.
     fn part(self) {
-        self.comm.destroy().expect("destroyed");
-        fs::write(self.folder.join(format!("through.{}", self.comm.rank())), "").expect("written");
+        self.comm.destroy().expect("the communicator should be destroyed");
+        fs::write(self.folder.join(format!("through.{}", self.comm.rank())), "").expect("the write should succeed");
         until(|| (0..self.comm.ranks()).all(|rank| self.folder.join(format!("through.{rank}")).exists()));
     }
 
@@ -115,11 +115,11 @@ fn failure(error: &CommError) -> &FailureCause {
 }
 
 nccl_test!(a_process_that_is_killed_is_named_by_all_others_immediately, {
-    let folder = tempfile::tempdir().expect("a folder");
+    let folder = tempfile::tempdir().expect("a folder should be created");
     let outputs = run(3, folder.path(), |mut rank| {
         if rank.comm.rank() == 1 {
             for _ in 0..5 {
-                rank.reduce().expect("all ranks take part");
+                rank.reduce().expect("all ranks should take part");
             }
             // SAFETY: the call only ends this process.
             unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
@@ -131,7 +131,9 @@ nccl_test!(a_process_that_is_killed_is_named_by_all_others_immediately, {
     });
     assert_success(&outputs, |rank| rank != 1);
     assert!(outputs[0].text.contains("rank 1 is gone: its process ended"), "{}", outputs[0].text);
-    let records = fs::read_dir(folder.path()).expect("a folder").map(|entry| entry.expect("readable").path());
+    let records = fs::read_dir(folder.path())
+        .expect("the folder should be readable")
+        .map(|entry| entry.expect("it should be readable").path());
     let records: Vec<_> = records.map(|path| FlightRecord::read(&path).expect("the record is valid")).collect();
     assert_eq!(records.len(), 2);
     assert!(records.iter().all(|record| record.communicators[0].collectives.len() >= 5), "{records:?}");
@@ -157,7 +159,7 @@ impl Subscriber for Delay {
 }
 
 nccl_test!(a_flight_record_has_the_communicators_that_the_program_drops_at_the_error, {
-    let folder = tempfile::tempdir().expect("a folder");
+    let folder = tempfile::tempdir().expect("a folder should be created");
     let outputs = run(2, folder.path(), |mut rank| {
         let (dropped, receiver) = mpsc::channel();
         tracing::subscriber::set_global_default(Delay(Mutex::new(receiver))).expect("there is no other subscriber");
@@ -177,7 +179,9 @@ nccl_test!(a_flight_record_has_the_communicators_that_the_program_drops_at_the_e
         dropped.send(()).expect("the report waits");
     });
     assert_success(&outputs, |rank| rank == 0);
-    let mut records = fs::read_dir(folder.path()).expect("a folder").map(|entry| entry.expect("readable").path());
+    let mut records = fs::read_dir(folder.path())
+        .expect("the folder should be readable")
+        .map(|entry| entry.expect("it should be readable").path());
     let record = FlightRecord::read(&records.next().expect("rank 0 has written it")).expect("the record is valid");
     let [communicator] = &record.communicators[..] else { panic!("{record:?}") };
     assert!(communicator.collectives.len() >= 5, "{record:?}");
@@ -185,7 +189,7 @@ nccl_test!(a_flight_record_has_the_communicators_that_the_program_drops_at_the_e
 
 // The slow abort imitates a symmetric kernel, which has no abort flag.
 nccl_test!(an_abort_that_hangs_does_not_delay_errors, ["SYMMALLOC_WATCHDOG" = "abort"], {
-    let folder = tempfile::tempdir().expect("a folder");
+    let folder = tempfile::tempdir().expect("a folder should be created");
     let outputs = run(2, folder.path(), |mut rank| {
         nccl::slow("ncclCommAbort", Some(0), 1, 30_000);
         if rank.comm.rank() == 1 {
@@ -208,12 +212,12 @@ nccl_test!(an_abort_that_hangs_does_not_delay_errors, ["SYMMALLOC_WATCHDOG" = "a
 });
 
 nccl_test!(a_process_that_is_stopped_is_named_at_the_deadline, {
-    let folder = tempfile::tempdir().expect("a folder");
+    let folder = tempfile::tempdir().expect("a folder should be created");
     let outputs = run(2, folder.path(), |mut rank| {
         let file = rank.folder.join("stopped.pid");
         if rank.comm.rank() == 1 {
             rank.reduce().expect("both ranks take part");
-            fs::write(&file, std::process::id().to_string()).expect("written");
+            fs::write(&file, std::process::id().to_string()).expect("the write should succeed");
             // SAFETY: the call only stops this process.
             unsafe { libc::kill(libc::getpid(), libc::SIGSTOP) };
             // Another thread may receive the signal first, and this thread must not destroy the communicator before it is stopped as well.
@@ -222,7 +226,10 @@ nccl_test!(a_process_that_is_stopped_is_named_at_the_deadline, {
             }
         }
         let (error, took) = rank.reduce_until_failure();
-        let stopped = fs::read_to_string(&file).expect("written").parse().expect("a number");
+        let stopped = fs::read_to_string(&file)
+            .expect("the file should have been written")
+            .parse()
+            .expect("it should be a number");
         // SAFETY: the call only ends the other rank, which is stopped.
         unsafe { libc::kill(stopped, libc::SIGKILL) };
         assert!(took > DEADLINE - Duration::from_millis(300) && took < DEADLINE + Duration::from_secs(1), "{took:?}");
@@ -236,17 +243,17 @@ const HOSTILE: &str = "\u{1b}[31m\u{1b}]0;title\u{7}\r\t\u{8}\u{7f}\u{9b}1m\u{85
 
 // Rank 1 is stuck in a collective with a hostile name, which its report contains. Its own output is its own concern.
 nccl_test!(the_report_of_a_rank_cannot_control_the_terminal_of_another, {
-    let folder = tempfile::tempdir().expect("a folder");
+    let folder = tempfile::tempdir().expect("a folder should be created");
     let outputs = run(2, folder.path(), |mut rank| {
         rank.reduce().expect("both ranks take part");
         if rank.comm.rank() == 1 {
-            let stuck = rank.comm.announcement(HOSTILE, None, &rank.stream).expect("announced");
+            let stuck = rank.comm.announcement(HOSTILE, None, &rank.stream).expect("the work should be announced");
             until(|| rank.comm.synchronize(&rank.stream).is_err());
             drop(stuck);
         }
         let error = until_some(|| rank.comm.synchronize(&rank.stream).err());
         println!("ERROR {error}");
-        println!("RECORD {}", write_flight_record(&error.to_string()).expect("written").display());
+        println!("RECORD {}", write_flight_record(&error.to_string()).expect("the write should succeed").display());
     });
     assert_success(&outputs, |_| true);
     let text = &outputs[0].text;
@@ -268,7 +275,7 @@ fn pause(pid: &Path) {
 // A debugger stops a process for longer than the deadline, as documented in `docs/watchdog.md`.
 nccl_test!(a_rank_pauses_at_a_debugger_if_the_watchdog_is_off_on_every_rank, {
     for is_off_on in ["every rank", "the paused rank"] {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a folder should be created");
         let options = [("SYMMALLOC_FLIGHT_RECORDS", &*folder.path().to_string_lossy()), ("IS_OFF_ON", is_off_on)];
         let outputs = ranks(2, &options, |number| {
             let is_off_everywhere = std::env::var("IS_OFF_ON").is_ok_and(|ranks| ranks == "every rank");
@@ -281,7 +288,7 @@ nccl_test!(a_rank_pauses_at_a_debugger_if_the_watchdog_is_off_on_every_rank, {
             let pid = rank.folder.join("paused.pid");
             let mut debugger = None;
             if number == 1 {
-                fs::write(&pid, std::process::id().to_string()).expect("written");
+                fs::write(&pid, std::process::id().to_string()).expect("the write should succeed");
                 // SAFETY: the call only stops this process.
                 unsafe { libc::kill(libc::getpid(), libc::SIGSTOP) };
                 // Another thread may receive the signal first.
@@ -313,10 +320,10 @@ nccl_test!(a_rank_pauses_at_a_debugger_if_the_watchdog_is_off_on_every_rank, {
 });
 
 nccl_test!(a_live_rank_that_is_missing_is_named_at_the_deadline, {
-    let folder = tempfile::tempdir().expect("a folder");
+    let folder = tempfile::tempdir().expect("a folder should be created");
     let outputs = run(3, folder.path(), |mut rank| {
         if rank.comm.rank() == 2 {
-            rank.reduce().expect("all ranks take part");
+            rank.reduce().expect("all ranks should take part");
             std::thread::sleep(DEADLINE * 2);
             return;
         }
@@ -336,7 +343,7 @@ nccl_test!(a_live_rank_that_is_missing_is_named_at_the_deadline, {
 
 // `SYMMALLOC_SLOW_SECONDS` prolongs the test.
 nccl_test!(a_slow_rank_is_awaited, {
-    let folder = tempfile::tempdir().expect("a folder");
+    let folder = tempfile::tempdir().expect("a folder should be created");
     let seconds: u64 =
         std::env::var("SYMMALLOC_SLOW_SECONDS").map_or(6, |text| text.parse().expect("a number of seconds"));
     let outputs = run(2, folder.path(), |mut rank| {
@@ -363,41 +370,45 @@ nccl_test!(a_slow_rank_is_awaited, {
             if rank.comm.rank() == 1 {
                 std::thread::sleep(DEADLINE * 6 / 10);
             }
-            rank.comm.all_reduce_in_place(&mut rank.buffer, ReduceOp::Sum, &rank.stream).expect("submitted");
+            rank.comm
+                .all_reduce_in_place(&mut rank.buffer, ReduceOp::Sum, &rank.stream)
+                .expect("the work should be submitted");
         }
         rank.comm.synchronize(&rank.stream).expect("the slow rank arrives eventually");
         rank.part();
     });
     assert_success(&outputs, |_| true);
     let is_record = |entry: &fs::DirEntry| entry.path().extension().is_some_and(|extension| extension == "json");
-    let entries = fs::read_dir(folder.path()).expect("a folder").map(|entry| entry.expect("readable"));
+    let entries = fs::read_dir(folder.path())
+        .expect("the folder should be readable")
+        .map(|entry| entry.expect("it should be readable"));
     assert_eq!(entries.filter(is_record).count(), 0, "no record is written");
 });
 
 nccl_test!(a_rank_that_destroyed_its_communicator_may_end, {
-    let folder = tempfile::tempdir().expect("a folder");
+    let folder = tempfile::tempdir().expect("a folder should be created");
     let outputs = run(3, folder.path(), |mut rank| {
-        rank.reduce().expect("all ranks take part");
-        rank.comm.destroy().expect("destroyed");
+        rank.reduce().expect("all ranks should take part");
+        rank.comm.destroy().expect("the communicator should be destroyed");
         let number = rank.comm.rank();
         drop(rank);
         // NCCL needs all ranks until all of them have destroyed the communicator.
         std::thread::sleep(Duration::from_millis(500) + Duration::from_millis(200) * number);
     });
     assert_success(&outputs, |_| true);
-    assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 0, "no record is written");
+    assert_eq!(fs::read_dir(folder.path()).expect("the folder should be readable").count(), 0, "no record is written");
 });
 
 // A program that returns an unrelated error drops its communicator, which destroys it normally.
 nccl_test!(a_rank_that_destroys_its_communicator_early_is_named_immediately, {
     for leaver in 0..3 {
         for lingers in [false, true] {
-            let folder = tempfile::tempdir().expect("a folder");
+            let folder = tempfile::tempdir().expect("a folder should be created");
             let outputs = ranks(3, &[("SYMMALLOC_FLIGHT_RECORDS", &folder.path().to_string_lossy())], |number| {
                 let mut rank = Rank::new(number, 3, Duration::from_secs(300));
-                (0..5).for_each(|_| rank.reduce().expect("all ranks take part"));
+                (0..5).for_each(|_| rank.reduce().expect("all ranks should take part"));
                 // A rank that is still in its fifth collective would fail in it.
-                fs::write(rank.folder.join(format!("reduced.{number}")), "").expect("written");
+                fs::write(rank.folder.join(format!("reduced.{number}")), "").expect("the write should succeed");
                 until(|| (0..3).all(|it| folder_has("reduced", it)));
                 let is_last = |name: &str| (0..3).filter(|other| *other != leaver).all(|it| folder_has(name, it));
                 if number == leaver {
@@ -408,7 +419,7 @@ nccl_test!(a_rank_that_destroys_its_communicator_early_is_named_immediately, {
                     return;
                 }
                 let (error, _) = rank.reduce_until_failure();
-                fs::write(rank.folder.join(format!("named.{number}")), "").expect("written");
+                fs::write(rank.folder.join(format!("named.{number}")), "").expect("the write should succeed");
                 let FailureCause::RankFailed { rank: named, report } = failure(&error) else { panic!("{error:?}") };
                 let text = "it destroyed the communicator after collective 5, but other ranks need it for collective 6";
                 // The third rank may hear of it from the leaver, or first from the rank that noticed.
@@ -427,12 +438,12 @@ fn folder_has(name: &str, rank: usize) -> bool {
 
 nccl_test!(a_record_is_written_on_request_and_at_a_signal, ["SYMMALLOC_FLIGHT_SIGNAL" = "USR2"], {
     let folder = folder();
-    let id = UniqueId::new().expect("an id");
+    let id = UniqueId::new().expect("NCCL should create an id");
     let mut rank = Rank::of_thread(0, 1, id, DEADLINE);
     for _ in 0..3 {
         rank.reduce().expect("a single rank reduces");
     }
-    let path = write_flight_record("asked for").expect("written");
+    let path = write_flight_record("asked for").expect("the write should succeed");
     assert!(path.starts_with(&folder), "{}", path.display());
     let record = FlightRecord::read(&path).expect("the record is valid");
     let [communicator] = &record.communicators[..] else { panic!("{record:?}") };
@@ -442,7 +453,7 @@ nccl_test!(a_record_is_written_on_request_and_at_a_signal, ["SYMMALLOC_FLIGHT_SI
     );
     assert_eq!((communicator.progress.submitted, communicator.progress.finished), (3, 3));
     assert_eq!(communicator.collectives[2].signature.to_string(), "ncclAllReduce of 1024 float32 sum");
-    fs::remove_file(&path).expect("the file exists");
+    fs::remove_file(&path).expect("the file should exist");
     // SAFETY: this process handles the signal.
     unsafe { libc::kill(libc::getpid(), libc::SIGUSR2) };
     until(|| path.exists());
@@ -452,19 +463,21 @@ nccl_test!(a_record_is_written_on_request_and_at_a_signal, ["SYMMALLOC_FLIGHT_SI
 /// Runs two ranks and aborts rank 1's communicator. Returns rank 0's outcome and the failures that the callbacks received. The environment
 /// overrides `mode`.
 fn failure_of_the_other(mode: WatchdogMode) -> (Result<(), CommError>, Vec<String>) {
-    let (id, barrier, failures) = (UniqueId::new().expect("an id"), Barrier::new(2), Mutex::new(Vec::new()));
+    let (id, barrier, failures) =
+        (UniqueId::new().expect("NCCL should create an id"), Barrier::new(2), Mutex::new(Vec::new()));
     let (failures, deadline) = (Arc::new(failures), scaled_to_load(DEADLINE / 4));
     let mut outcomes = stub_process::threads(2, |number| {
-        let (device, failures) = (CudaDevice::new(number).expect("a stub device"), Arc::clone(&failures));
+        let (device, failures) =
+            (CudaDevice::new(number).expect("the stub should have a device"), Arc::clone(&failures));
         let record =
             move |failure: &Failure| failures.lock().expect("the lock is not poisoned").push(failure.to_string());
         let builder = Communicator::builder(&device).deadline(deadline).watchdog(mode).on_failure(record);
-        let comm = builder.connect(id, number as u32, 2).expect("connected");
+        let comm = builder.connect(id, number as u32, 2).expect("the connection should succeed");
         let allocator = CudaAllocator::new(&device, Config::default()).expect("the allocator is created");
-        let stream = device.context().new_stream().expect("a stream");
-        let mut buffer = allocator.alloc_zeroed::<f32>(&stream, 8).expect("allocated");
-        comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &stream).expect("submitted");
-        comm.guarded(|| stream.synchronize()).expect("nothing failed").expect("done");
+        let stream = device.context().new_stream().expect("the driver should create a stream");
+        let mut buffer = allocator.alloc_zeroed::<f32>(&stream, 8).expect("the allocation should succeed");
+        comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &stream).expect("the work should be submitted");
+        comm.guarded(|| stream.synchronize()).expect("nothing failed").expect("the work should complete");
         barrier.wait();
         let outcome = if number == 1 {
             comm.abort().and_then(|()| comm.guarded(|| ()))
@@ -493,11 +506,11 @@ nccl_test!(a_watchdog_that_is_off_does_nothing, ["SYMMALLOC_WATCHDOG" = "off"], 
 
 /// Returns a single rank with a collective on its device, and makes the watchdog's calls of this name fail with `code`.
 fn rank_whose_watchdog_meets(call: &str, code: i32) -> Rank {
-    let mut rank = Rank::of_thread(0, 1, UniqueId::new().expect("an id"), DEADLINE);
+    let mut rank = Rank::of_thread(0, 1, UniqueId::new().expect("NCCL should create an id"), DEADLINE);
     let calls_of_others = || cuda::calls(call) - cuda::own_calls(call);
     let before = calls_of_others();
     cuda::fail_elsewhere(call, 0, code);
-    rank.comm.all_reduce_in_place(&mut rank.buffer, ReduceOp::Sum, &rank.stream).expect("submitted");
+    rank.comm.all_reduce_in_place(&mut rank.buffer, ReduceOp::Sum, &rank.stream).expect("the work should be submitted");
     until(|| calls_of_others() >= before + 2 || rank.comm.state() != CommState::Ready);
     rank
 }
@@ -508,7 +521,7 @@ nccl_test!(a_capture_and_missing_memory_are_not_a_lost_device, {
         std::thread::sleep(Duration::from_millis(300));
         assert_eq!(rank.comm.state(), CommState::Ready, "{call}");
         cuda::heal();
-        rank.reduce().expect("nothing happened");
+        rank.reduce().expect("the call should have no effect");
     }
 });
 

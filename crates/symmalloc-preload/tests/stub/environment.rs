@@ -6,10 +6,10 @@ use tempfile::TempDir;
 
 /// Returns the path of the library, which cargo puts next to the test's executable.
 pub(crate) fn preload() -> String {
-    let executable = std::env::current_exe().expect("the test's executable");
-    let library = executable.parent().expect("a folder").join("libsymmalloc_preload.so");
+    let executable = std::env::current_exe().expect("the test's executable should be known");
+    let library = executable.parent().expect("the path should be below a folder").join("libsymmalloc_preload.so");
     assert!(library.exists(), "{} was not built", library.display());
-    library.to_str().expect("UTF-8").to_owned()
+    library.to_str().expect("the path should be UTF-8").to_owned()
 }
 
 /// A folder with the stub in which programs run.
@@ -45,7 +45,7 @@ impl Stage {
     #[track_caller]
     pub(crate) fn run(&self, program: &Path, arguments: &[&str], variables: &[(&str, &str)]) -> Said {
         let output = self.command(program).args(arguments).envs(variables.iter().copied()).output();
-        let output = output.expect("the program starts");
+        let output = output.expect("the program should start");
         let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
         let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
         let name = program.display();

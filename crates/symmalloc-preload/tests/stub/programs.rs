@@ -9,7 +9,7 @@ fn asked_by(way: &str, options: &[(&str, &str)]) {
     let Some(program) = compile(&stage, "ways", &flags, true) else { return };
     let version = if cfg!(target_arch = "aarch64") { "GLIBC_2.17" } else { "GLIBC_2.2.5" };
     let libcuda = stage.libcuda();
-    let more = if way == "dlvsym" { version } else { libcuda.to_str().expect("UTF-8") };
+    let more = if way == "dlvsym" { version } else { libcuda.to_str().expect("the path should be UTF-8") };
     let output = stage.run(&program, &[way, more], options);
     assert_eq!(output.stdout.trim(), way, "{output:?}");
 }
@@ -47,19 +47,19 @@ fn functions_without_exported_symbols_are_served_by_name() {
 fn a_recording_that_cannot_be_written_or_reported_does_not_end_the_program() {
     let stage = Stage::new();
     let Some(program) = compile(&stage, "limited", &[], true) else { return };
-    let folder = tempfile::tempdir().expect("a folder");
+    let folder = tempfile::tempdir().expect("a folder should be created");
     for record in ["job.trace", "job.trace.zst"] {
         for is_closed in [false, true] {
-            let (reader, writer) = std::io::pipe().expect("a pipe");
+            let (reader, writer) = std::io::pipe().expect("the system should create a pipe");
             let mut command = stage.command(&program);
             command.env("SYMMALLOC_RUN_RECORD", folder.path().join(record)).env("SYMMALLOC_RUN_FOLDER", folder.path());
             command.stderr(writer);
             let reader = (!is_closed).then_some(reader);
-            let ended = command.output().expect("started");
+            let ended = command.output().expect("the program should start");
             drop(command);
             assert!(ended.status.success() && ended.stdout == b"done\n", "{record}: {}", ended.status);
             if let Some(reader) = reader {
-                let text = std::io::read_to_string(reader).expect("text");
+                let text = std::io::read_to_string(reader).expect("the contents should be UTF-8");
                 assert!(text.contains("symmalloc: ") && text.contains("File too large"), "{record}: {text}");
             }
         }
@@ -73,6 +73,6 @@ fn a_program_without_cuda_is_unaffected() {
     assert_eq!(stage.run(&program, &[], &[]).stdout, "without CUDA\n");
     let copy = stage.path("copy");
     let script = "echo a shell && cp /dev/null \"$0\" && ls \"$0\" >/dev/null";
-    let output = stage.run("sh".as_ref(), &["-c", script, copy.to_str().expect("UTF-8")], &[]);
+    let output = stage.run("sh".as_ref(), &["-c", script, copy.to_str().expect("the path should be UTF-8")], &[]);
     assert_eq!(output.stdout, "a shell\n");
 }

@@ -16,9 +16,9 @@ fn attribute<T: Default>(number: c_int, address: u64) -> Result<T, c_int> {
 
 stub_test!(attributes_are_those_of_the_allocation, ["LD_PRELOAD" = &preload()], {
     let context = begin(0);
-    let (a, b) = (alloc(100_000).expect("memory"), alloc(100_000).expect("memory"));
+    let (a, b) = (alloc(100_000).expect("memory should suffice"), alloc(100_000).expect("memory should suffice"));
     let stream = stream();
-    let pooled = alloc_async(5000, stream).expect("memory");
+    let pooled = alloc_async(5000, stream).expect("memory should suffice");
     let mut pool = 0_u64;
     assert_eq!(default_pool(&raw mut pool, 0), 0);
     for (pointer, size, of_pool) in [(a, 100_000_u64, 0), (b, 100_000, 0), (pooled, 5000, pool)] {
@@ -45,9 +45,9 @@ stub_test!(attributes_are_those_of_the_allocation, ["LD_PRELOAD" = &preload()], 
 
 stub_test!(memory_for_other_processes_comes_from_the_driver, ["LD_PRELOAD" = &preload(), "SYMMALLOC_RUN_IPC" = "1"], {
     begin(0);
-    let (stream, pointer) = (stream(), alloc(MIB).expect("memory"));
+    let (stream, pointer) = (stream(), alloc(MIB).expect("memory should suffice"));
     assert_eq!((ipc_handle([0_u8; 64].as_mut_ptr().cast(), pointer), calls("cuMemAlloc_v2")), (0, 1));
-    let pooled = alloc_async(MIB, stream).expect("memory");
+    let pooled = alloc_async(MIB, stream).expect("memory should suffice");
     assert_eq!((mem_free_async(pooled, stream), mem_free(pointer), calls("cuMemAllocAsync")), (0, 0, 0));
 });
 
@@ -55,7 +55,7 @@ stub_test!(free_memory_includes_cached_memory, ["LD_PRELOAD" = &preload()], {
     begin(0);
     let (mut free, mut total, mut before) = (0, 0, 0);
     assert_eq!(mem_info(&raw mut before, &raw mut total), 0);
-    let pointer = alloc(64 * MIB).expect("memory");
+    let pointer = alloc(64 * MIB).expect("memory should suffice");
     assert_eq!(mem_info(&raw mut free, &raw mut total), 0);
     assert_eq!(before - free, 64 * MIB);
     assert_eq!(mem_free(pointer), 0);
@@ -110,10 +110,10 @@ stub_test!(each_memory_pool_is_served_by_its_own_pool, ["LD_PRELOAD" = &preload(
     let pointer = from_pool(MIB, exported, stream);
     assert_eq!((mem_free_async(pointer, stream), calls("cuMemAllocFromPoolAsync")), (0, 1));
     assert_eq!(set_pool(0, exported), 0);
-    let pointer = alloc_async(MIB, stream).expect("memory");
+    let pointer = alloc_async(MIB, stream).expect("memory should suffice");
     assert_eq!((mem_free_async(pointer, stream), calls("cuMemAllocAsync")), (0, 1));
     assert_eq!(set_pool(0, pool), 0);
-    let pointer = alloc_async(MIB, stream).expect("memory");
+    let pointer = alloc_async(MIB, stream).expect("memory should suffice");
     assert_eq!(attribute::<u64>(17, pointer), Ok(pool));
     // Allocations outlive their pool.
     assert_eq!(pool_destroy(pool), 0);
@@ -126,13 +126,13 @@ stub_test!(each_memory_pool_is_served_by_its_own_pool, ["LD_PRELOAD" = &preload(
 stub_test!(memory_allocated_during_a_capture_belongs_to_the_graph, ["LD_PRELOAD" = &preload()], {
     begin(0);
     let (captured, other) = (stream(), stream());
-    let before = alloc_async(MIB, captured).expect("memory");
-    let fenced = alloc_async(MIB, other).expect("memory");
+    let before = alloc_async(MIB, captured).expect("memory should suffice");
+    let fenced = alloc_async(MIB, other).expect("memory should suffice");
     assert_eq!(begin_capture(captured, 0), 0);
     let inside = alloc_async(MIB, captured).expect("memory of the graph");
     assert_eq!(calls("cuMemAllocAsync"), 1);
     // Memory on an uncaptured stream is served, including growth, and the capture stays valid.
-    let beside = alloc_async(100 * MIB, other).expect("memory");
+    let beside = alloc_async(100 * MIB, other).expect("memory should suffice");
     assert_eq!([memset_async(inside, 1, MIB, captured), mem_free_async(inside, captured)], [0; 2]);
     assert_eq!((mem_free_async(beside, other), calls("cuMemFreeAsync")), (0, 1));
     // A graph can only free memory that a graph allocated. The block stays allocated.
@@ -160,8 +160,8 @@ stub_test!(the_end_of_a_capture_that_never_began_leaves_the_others, ["LD_PRELOAD
 
 stub_test!(a_reset_releases_everything, ["LD_PRELOAD" = &preload()], {
     begin(0);
-    let (stream, kept) = (stream(), alloc(10 * MIB).expect("memory"));
-    let pooled = alloc_async(MIB, stream).expect("memory");
+    let (stream, kept) = (stream(), alloc(10 * MIB).expect("memory should suffice"));
+    let pooled = alloc_async(MIB, stream).expect("memory should suffice");
     assert_eq!(mem_free_async(pooled, stream), 0);
     assert_eq!((reset(0), live().device_bytes), (0, 0));
     assert_eq!(mem_free(kept), 1, "the memory was released with its context");
@@ -179,7 +179,7 @@ stub_test!(enabled_peers_have_access, ["LD_PRELOAD" = &preload(), "STUB_DEVICES"
     assert_eq!(enable_peer(first, 0), 0);
     assert_eq!(set_current(first), 0);
     let before = calls("cuMemSetAccess");
-    let pointer = alloc(MIB).expect("memory");
+    let pointer = alloc(MIB).expect("memory should suffice");
     assert!(calls("cuMemSetAccess") > before);
     let mapped = calls("cuDeviceCanAccessPeer");
     assert!(mapped > 0, "the memory was mapped for the peer");
@@ -206,7 +206,7 @@ stub_test!(every_listed_device_gets_access_to_a_pool, ["LD_PRELOAD" = &preload()
 
 stub_test!(a_forked_child_is_not_served, ["LD_PRELOAD" = &preload()], {
     begin(0);
-    let pointer = alloc(MIB).expect("memory");
+    let pointer = alloc(MIB).expect("memory should suffice");
     // SAFETY: the child only makes driver calls, for which no locks are held here, and exits.
     let child = unsafe { libc::fork() };
     if child == 0 {
@@ -244,7 +244,7 @@ stub_test!(an_allocation_has_exactly_its_own_addresses, ["LD_PRELOAD" = &preload
     let region = 32 * MIB;
     let sizes = [512, 2 * MIB, region - 512, region, region + 512, 3 * region];
     let mut blocks: Vec<(u64, usize)> =
-        sizes.iter().chain(&sizes).map(|size| (alloc(*size).expect("memory"), *size)).collect();
+        sizes.iter().chain(&sizes).map(|size| (alloc(*size).expect("memory should suffice"), *size)).collect();
     // Neighbors on both sides are live, then free.
     for _ in 0..2 {
         for (start, size) in &blocks {

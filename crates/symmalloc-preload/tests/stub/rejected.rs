@@ -71,9 +71,9 @@ impl Program {
             let stream = program.streams[device as usize];
             let pool = program.pools[device as usize].0;
             program.blocks.extend([
-                alloc(2 * MIB).expect("memory"),
-                alloc_async(3 * MIB, stream).expect("memory"),
-                from_pool(MIB, pool, stream).expect("memory"),
+                alloc(2 * MIB).expect("memory should suffice"),
+                alloc_async(3 * MIB, stream).expect("memory should suffice"),
+                from_pool(MIB, pool, stream).expect("memory should suffice"),
             ]);
         }
         program
@@ -88,10 +88,10 @@ impl Program {
         for device in DEVICES {
             self.enter(device);
             let stream = self.streams[device as usize];
-            let probe = alloc_async(PROBE, stream).expect("memory");
+            let probe = alloc_async(PROBE, stream).expect("memory should suffice");
             let pool = attribute(17, probe).expect("a live allocation");
             assert_eq!(mem_free_async(probe, stream), 0);
-            let plain = alloc(PROBE).expect("memory");
+            let plain = alloc(PROBE).expect("memory should suffice");
             assert_eq!(mem_free(plain), 0);
             probes.push((pool, probe, plain));
             let (mut left, mut total) = (0, 0);

@@ -37,8 +37,9 @@ stub_test!(a_steady_state_makes_no_driver_call, ["LD_PRELOAD" = &preload()], {
     begin(0);
     let stream = stream();
     let step = || {
-        let (a, b) = (alloc(3 * MIB).expect("memory"), alloc_async(700, stream).expect("memory"));
-        let c = alloc_async(40 * MIB, 0).expect("memory");
+        let (a, b) =
+            (alloc(3 * MIB).expect("memory should suffice"), alloc_async(700, stream).expect("memory should suffice"));
+        let c = alloc_async(40 * MIB, 0).expect("memory should suffice");
         assert_eq!([mem_free_async(b, stream), mem_free(a), mem_free_async(c, 0)], [0; 3]);
         [a, b, c]
     };
@@ -49,14 +50,14 @@ stub_test!(a_steady_state_makes_no_driver_call, ["LD_PRELOAD" = &preload()], {
     assert_eq!(driver_allocations(), before);
     // Neither an allocation on a stream nor its free makes a driver call.
     let before = all_calls();
-    let pointer = alloc_async(700, stream).expect("memory");
+    let pointer = alloc_async(700, stream).expect("memory should suffice");
     assert_eq!((mem_free_async(pointer, stream), all_calls()), (0, before));
     assert_eq!((calls("cuMemAlloc_v2"), calls("cuMemAllocAsync")), (0, 0));
 });
 
 stub_test!(a_free_waits_for_the_context_and_an_async_one_does_not, ["LD_PRELOAD" = &preload()], {
     begin(0);
-    let (stream, pointer) = (stream(), alloc(MIB).expect("memory"));
+    let (stream, pointer) = (stream(), alloc(MIB).expect("memory should suffice"));
     let work = hold(stream);
     // Runs after the held work on the stream.
     assert_eq!(memset_async(pointer, 7, MIB, stream), 0);
@@ -64,8 +65,8 @@ stub_test!(a_free_waits_for_the_context_and_an_async_one_does_not, ["LD_PRELOAD"
     let releaser = release_soon(work, &is_over);
     assert_eq!(mem_free(pointer), 0);
     assert!(is_over.load(Ordering::SeqCst), "the free returned before the work was done");
-    releaser.join().expect("no panic");
-    let pointer = alloc_async(MIB, stream).expect("memory");
+    releaser.join().expect("the thread should not panic");
+    let pointer = alloc_async(MIB, stream).expect("memory should suffice");
     let work = hold(stream);
     assert_eq!(memset_async(pointer, 9, MIB, stream), 0);
     assert_eq!(mem_free_async(pointer, stream), 0);
@@ -76,7 +77,7 @@ stub_test!(a_free_waits_for_the_context_and_an_async_one_does_not, ["LD_PRELOAD"
 stub_test!(memory_freed_on_another_stream_is_reused_after_that_streams_work, ["LD_PRELOAD" = &preload()], {
     begin(0);
     let (a, b) = (stream(), stream());
-    let pointer = alloc_async(MIB, a).expect("memory");
+    let pointer = alloc_async(MIB, a).expect("memory should suffice");
     assert_eq!(memset_async(pointer, 1, MIB, a), 0);
     let work = hold(b);
     assert_eq!([memset_async(pointer, 2, MIB, b), mem_free_async(pointer, b)], [0; 2]);
@@ -88,7 +89,7 @@ stub_test!(memory_freed_on_another_stream_is_reused_after_that_streams_work, ["L
     assert_eq!([stream_synchronize(b), stream_synchronize(a)], [0; 2]);
     assert_eq!(byte(pointer), 3, "the next user's work came last");
     // Memory of `cuMemAlloc` can be used immediately, because the host has waited.
-    let pointer = alloc(MIB).expect("memory");
+    let pointer = alloc(MIB).expect("memory should suffice");
     let work = hold(b);
     assert_eq!([memset_async(pointer, 4, MIB, b), mem_free_async(pointer, b)], [0; 2]);
     let is_over = Arc::new(AtomicBool::new(false));
@@ -98,7 +99,7 @@ stub_test!(memory_freed_on_another_stream_is_reused_after_that_streams_work, ["L
         is_over.load(Ordering::SeqCst) && byte(pointer) == 4,
         "the memory was reused before its last user was done"
     );
-    releaser.join().expect("no panic");
+    releaser.join().expect("the thread should not panic");
 });
 
 stub_test!(
@@ -107,7 +108,7 @@ stub_test!(
     {
         begin(0);
         let first = stream();
-        let pointer = alloc_async(MIB, first).expect("memory");
+        let pointer = alloc_async(MIB, first).expect("memory should suffice");
         let work = hold(first);
         assert_eq!(
             [memset_async(pointer, 5, MIB, first), mem_free_async(pointer, first), stream_destroy(first)],
@@ -126,7 +127,7 @@ stub_test!(
         // A reused handle is another stream, and gets the lowest free number.
         let (third, fourth) = (stream(), stream());
         assert!([first, second].contains(&third));
-        let lower = alloc_async(MIB, fourth).expect("memory");
+        let lower = alloc_async(MIB, fourth).expect("memory should suffice");
         assert_eq!(lower, pointer, "numbers are assigned at the first use, not at creation");
         assert_ne!(alloc_async(MIB, third), Ok(pointer));
         for _ in 0..200_000 / 100 {
@@ -147,7 +148,7 @@ stub_test!(
         for round in 0..6_u8 {
             let reused = stream();
             handles.push(reused);
-            let pointer = alloc_async(MIB, kept).expect("memory");
+            let pointer = alloc_async(MIB, kept).expect("memory should suffice");
             let work = hold(reused);
             // The free orders the memory's next user after the work of this stream.
             assert_eq!([memset_async(pointer, round, MIB, reused), mem_free_async(pointer, reused)], [0; 2]);
@@ -169,7 +170,7 @@ stub_test!(
 stub_test!(a_stream_whose_last_event_cannot_be_recorded_is_not_destroyed, ["LD_PRELOAD" = &preload()], {
     begin(0);
     let stream = stream();
-    let pointer = alloc_async(MIB, stream).expect("memory");
+    let pointer = alloc_async(MIB, stream).expect("memory should suffice");
     assert_eq!(mem_free_async(pointer, stream), 0);
     fail("cuEventRecord", 1, 214);
     let before = live().streams;
@@ -197,7 +198,7 @@ stub_test!(every_thread_has_its_own_default_stream, ["LD_PRELOAD" = &preload()],
         assert_eq!(mem_free_async_ptsz(pointer, 0), 0);
         pointer
     });
-    let others = others.join().expect("no panic");
+    let others = others.join().expect("the thread should not panic");
     assert_ne!(others, own);
     // The thread has ended, and the next thread gets its number.
     let next = thread::spawn(move || {
@@ -207,7 +208,7 @@ stub_test!(every_thread_has_its_own_default_stream, ["LD_PRELOAD" = &preload()],
         assert_eq!(mem_free_async_ptsz(pointer, 0), 0);
         pointer
     });
-    assert_eq!(next.join().expect("no panic"), others);
+    assert_eq!(next.join().expect("the thread should not panic"), others);
 });
 
 stub_test!(invalid_calls_return_the_drivers_errors, ["LD_PRELOAD" = &preload()], {
@@ -215,16 +216,16 @@ stub_test!(invalid_calls_return_the_drivers_errors, ["LD_PRELOAD" = &preload()],
     assert_eq!(init(0), 0);
     assert_eq!(mem_alloc(&raw mut address, MIB), 201, "no context");
     begin(0);
-    let (stream, pointer) = (stream(), alloc(MIB).expect("memory"));
+    let (stream, pointer) = (stream(), alloc(MIB).expect("memory should suffice"));
     assert_eq!(mem_free(pointer + 512), 1);
     assert_eq!(mem_free(pointer), 0);
     assert_eq!(mem_free(pointer), 1, "freed twice");
-    let pointer = alloc_async(MIB, stream).expect("memory");
+    let pointer = alloc_async(MIB, stream).expect("memory should suffice");
     assert_eq!(mem_free_async(pointer, stream), 0);
     assert_eq!(mem_free_async(pointer, stream), 1, "freed twice");
     assert_eq!(alloc_async(0, stream), Err(1));
     assert_eq!(alloc_async(MIB, 0x666), Err(400), "no such stream");
-    let pointer = alloc_async(MIB, stream).expect("memory");
+    let pointer = alloc_async(MIB, stream).expect("memory should suffice");
     assert_eq!(mem_free_async(pointer, 0x666), 400);
     assert_eq!(mem_free_async(pointer, stream), 0, "a failed free can be repeated");
     assert_eq!(alloc(usize::MAX / 4), Err(2));
@@ -248,7 +249,7 @@ stub_test!(errors_of_the_driver_are_returned_unchanged, ["LD_PRELOAD" = &preload
     fail("cuCtxSynchronize", 1, 700);
     assert_eq!(mem_free(pointer), 700);
     assert_eq!(mem_free(pointer), 0, "the allocation was still live");
-    let (pointer, other) = (alloc_async(MIB, stream).expect("memory"), crate::driver::stream());
+    let (pointer, other) = (alloc_async(MIB, stream).expect("memory should suffice"), crate::driver::stream());
     fail("cuEventRecord", 1, 46);
     assert_eq!(mem_free_async(pointer, other), 46);
     assert_eq!(mem_free_async(pointer, other), 0);
@@ -257,7 +258,7 @@ stub_test!(errors_of_the_driver_are_returned_unchanged, ["LD_PRELOAD" = &preload
 stub_test!(cached_memory_is_released_before_any_call_fails, ["LD_PRELOAD" = &preload()], {
     begin(0);
     let (a, b) = (stream(), stream());
-    let pointer = alloc_async(700 * MIB, a).expect("memory");
+    let pointer = alloc_async(700 * MIB, a).expect("memory should suffice");
     assert_eq!(mem_free_async(pointer, a), 0);
     let pointer = alloc_async(700 * MIB, b).expect("the other stream's cached memory is released");
     assert_eq!(mem_free_async(pointer, b), 0);
@@ -271,7 +272,7 @@ stub_test!(cached_memory_is_released_before_any_call_fails, ["LD_PRELOAD" = &pre
 
 stub_test!(a_limit_is_enforced, ["LD_PRELOAD" = &preload(), "SYMMALLOC_RUN_LIMIT" = "104857600"], {
     begin(0);
-    let pointer = alloc(80 * MIB).expect("memory");
+    let pointer = alloc(80 * MIB).expect("memory should suffice");
     assert_eq!(alloc(40 * MIB), Err(2));
     let (mut free, mut total) = (0, 0);
     assert_eq!(mem_info(&raw mut free, &raw mut total), 0);
@@ -297,8 +298,9 @@ stub_test!(
     {
         begin(0);
         let setting = std::env::var("SYMMALLOC_ON_OUT_OF_MEMORY").expect("set for this process");
-        let folder = std::path::PathBuf::from(setting.strip_prefix("report:").expect("a folder"));
-        let held = alloc(40 * MIB).expect("within the limit");
+        let folder =
+            std::path::PathBuf::from(setting.strip_prefix("report:").expect("the path should be below a folder"));
+        let held = alloc(40 * MIB).expect("the request should stay within the limit");
         assert!(!folder.exists(), "no allocation has failed");
         assert_eq!(alloc(80 * MIB), Err(2));
         let page = std::fs::read_to_string(folder.join("out-of-memory.html")).expect("the page is written");
@@ -313,16 +315,16 @@ stub_test!(
     ["LD_PRELOAD" = &preload(), "SYMMALLOC_RUN_CONFIG" = "segment:fixed"],
     {
         begin(0);
-        let pointer = alloc(MIB).expect("memory");
+        let pointer = alloc(MIB).expect("memory should suffice");
         assert_eq!((mem_free(pointer), calls("cuMemAlloc_v2")), (0, 1));
     }
 );
 
 stub_test!(each_of_two_devices_has_its_own_allocator, ["LD_PRELOAD" = &preload(), "STUB_DEVICES" = "2"], {
     let first = begin(0);
-    let (a, on_first) = (alloc(MIB).expect("memory"), stream());
+    let (a, on_first) = (alloc(MIB).expect("memory should suffice"), stream());
     let second = begin(1);
-    let (b, on_second) = (alloc(MIB).expect("memory"), stream());
+    let (b, on_second) = (alloc(MIB).expect("memory should suffice"), stream());
     let ordinal = |address| {
         let mut device: c_int = -1;
         let mut value = 0_usize;
@@ -334,7 +336,7 @@ stub_test!(each_of_two_devices_has_its_own_allocator, ["LD_PRELOAD" = &preload()
     assert_eq!((ordinal(a), ordinal(b)), (0, 1));
     assert_eq!(set_current(second), 0);
     // A stream determines its device, regardless of the current context.
-    let c = alloc_async(MIB, on_first).expect("memory");
+    let c = alloc_async(MIB, on_first).expect("memory should suffice");
     assert_eq!(ordinal(c), 0);
     assert_eq!(set_current(second), 0);
     // A stream of the other device frees it, so the host waits for that stream.
@@ -345,14 +347,14 @@ stub_test!(each_of_two_devices_has_its_own_allocator, ["LD_PRELOAD" = &preload()
 stub_test!(contexts_created_by_the_program_are_served_by_the_driver, ["LD_PRELOAD" = &preload()], {
     let mut context = 0;
     assert_eq!([init(0), create_context(&raw mut context, 0, 0)], [0; 2]);
-    let pointer = alloc(MIB).expect("memory");
+    let pointer = alloc(MIB).expect("memory should suffice");
     assert_eq!((mem_free(pointer), calls("cuMemAlloc_v2")), (0, 1));
     // Also while the primary context is in use.
     let primary = begin(0);
-    let pointer = alloc(MIB).expect("memory");
+    let pointer = alloc(MIB).expect("memory should suffice");
     assert_eq!((mem_free(pointer), calls("cuMemAlloc_v2")), (0, 1));
     assert_eq!(set_current(context), 0);
-    let pointer = alloc(MIB).expect("memory");
+    let pointer = alloc(MIB).expect("memory should suffice");
     assert_eq!((mem_free(pointer), calls("cuMemAlloc_v2")), (0, 2));
     assert_eq!(set_current(primary), 0);
 });
@@ -364,9 +366,9 @@ stub_test!(
         let first = begin(0);
         let own = stream();
         begin(1);
-        let (other, written) = (stream(), alloc(MIB).expect("memory"));
+        let (other, written) = (stream(), alloc(MIB).expect("memory should suffice"));
         assert_eq!(set_current(first), 0);
-        let pointer = alloc_async(MIB, own).expect("memory");
+        let pointer = alloc_async(MIB, own).expect("memory should suffice");
         let is_over = Arc::new(AtomicBool::new(false));
         let work = hold(other);
         // Runs after the held work.
@@ -374,7 +376,7 @@ stub_test!(
         let releaser = release_soon(work, &is_over);
         assert_eq!(mem_free_async(pointer, other), 0);
         assert!(is_over.load(Ordering::SeqCst), "the free returned before the work was done");
-        releaser.join().expect("no panic");
+        releaser.join().expect("the thread should not panic");
         assert_eq!(alloc_async(MIB, own), Ok(pointer), "it was freed");
         fail("cuStreamSynchronize", 1, 700);
         assert_eq!(mem_free_async(pointer, other), 700);

@@ -126,11 +126,15 @@ impl Sailor {
                 if code == 0 {
                     self.number += 1;
                     let mark = self.dice.0 ^ self.number;
-                    self.storm.blocks.lock().expect("no panic").push(Block { address, size, mark }.mark());
+                    self.storm
+                        .blocks
+                        .lock()
+                        .expect("no thread should panic")
+                        .push(Block { address, size, mark }.mark());
                 }
             }
             6..13 => {
-                let mut blocks = self.storm.blocks.lock().expect("no panic");
+                let mut blocks = self.storm.blocks.lock().expect("no thread should panic");
                 if blocks.is_empty() {
                     return;
                 }
@@ -149,7 +153,7 @@ impl Sailor {
                 if code != 0 {
                     // The block is still live.
                     block.check();
-                    self.storm.blocks.lock().expect("no panic").push(block);
+                    self.storm.blocks.lock().expect("no thread should panic").push(block);
                 }
             }
             13 => {
@@ -159,7 +163,7 @@ impl Sailor {
             }
             14 => {
                 let block = {
-                    let blocks = self.storm.blocks.lock().expect("no panic");
+                    let blocks = self.storm.blocks.lock().expect("no thread should panic");
                     blocks.last().copied()
                 };
                 if let Some(block) = block {
@@ -285,11 +289,11 @@ stub_test!(
             })
         });
         let sailors: Vec<_> = sailors.collect();
-        sailors.into_iter().for_each(|sailor| sailor.join().expect("no panic"));
+        sailors.into_iter().for_each(|sailor| sailor.join().expect("the thread should not panic"));
         is_over.store(true, Ordering::Relaxed);
         heal();
         assert!(storm.made.load(Ordering::Relaxed) > all * 9 / 10);
-        for block in storm.blocks.lock().expect("no panic").drain(..) {
+        for block in storm.blocks.lock().expect("no thread should panic").drain(..) {
             block.check();
             assert_eq!(mem_free(block.address), 0);
             assert_eq!(mem_free(block.address), 1, "freed twice");

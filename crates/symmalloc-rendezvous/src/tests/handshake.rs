@@ -34,7 +34,7 @@ fn id() -> Shared {
 
 fn endpoint(listener: &Listener) -> Endpoint {
     let Listener::Network(listener) = listener else { panic!("{listener:?} has no address") };
-    Endpoint::Network(listener.local_addr().expect("bound"))
+    Endpoint::Network(listener.local_addr().expect("the socket should be bound"))
 }
 
 fn address(endpoint: &Endpoint) -> SocketAddr {
@@ -44,7 +44,9 @@ fn address(endpoint: &Endpoint) -> SocketAddr {
 
 /// Returns a listener at an unused network address, and its endpoint.
 fn anywhere() -> (Listener, [Endpoint; 1]) {
-    let listener = Endpoint::Network("127.0.0.1:0".parse().expect("an address")).listen().expect("a free port");
+    let listener = Endpoint::Network("127.0.0.1:0".parse().expect("it should be an address"))
+        .listen()
+        .expect("a port should be free");
     let endpoint = endpoint(&listener);
     (listener, [endpoint])
 }
@@ -108,7 +110,7 @@ impl Terms {
         rank: u32,
         deadline: &Deadline,
     ) -> Result<(Shared, Connection), RendezvousError> {
-        let identity = Identity::new(rank, deadline).expect("random numbers");
+        let identity = Identity::new(rank, deadline).expect("random numbers should be available");
         search(self, endpoints, identity, deadline).map_err(|error| error.after(deadline.waited()))
     }
 }
@@ -145,7 +147,7 @@ fn all_ranks_receive_the_id_in_any_order_of_arrival() {
                     })
                 })
                 .collect();
-            let connections = meeting.serve_id(&listener, &id(), &within(PATIENT)).expect("all ranks arrive");
+            let connections = meeting.serve_id(&listener, &id(), &within(PATIENT)).expect("all ranks should arrive");
             assert_eq!(connections.iter().map(|(rank, _)| *rank).collect::<Vec<_>>(), [1, 2, 3, 4, 5]);
             for other in others {
                 assert_eq!(other.join().expect("the thread does not panic"), Ok(id()));
@@ -161,11 +163,11 @@ fn rank_0_may_arrive_last() {
     thread::scope(|scope| {
         let other = scope.spawn(|| ask(&meeting(2), &endpoints, 1, PATIENT));
         thread::sleep(Duration::from_millis(60));
-        rustix::net::listen(&own, 128).expect("it is bound");
+        rustix::net::listen(&own, 128).expect("the socket should be bound");
         let listener = TcpListener::from(own);
-        listener.set_nonblocking(true).expect("a socket");
+        listener.set_nonblocking(true).expect("the socket should accept the setting");
         let listener = Listener::Network(listener);
-        meeting(2).serve_id(&listener, &id(), &within(PATIENT)).expect("the rank arrives");
+        meeting(2).serve_id(&listener, &id(), &within(PATIENT)).expect("the rank should arrive");
         assert_eq!(other.join().expect("the thread does not panic"), Ok(id()));
     });
 }
@@ -174,11 +176,11 @@ fn rank_0_may_arrive_last() {
 fn other_processes_and_other_jobs_are_rejected_without_delay() {
     let (listener, endpoints) = anywhere();
     thread::scope(|scope| {
-        let silent = TcpStream::connect(address(&endpoints[0])).expect("listening");
-        let mut babbling = TcpStream::connect(address(&endpoints[0])).expect("listening");
+        let silent = TcpStream::connect(address(&endpoints[0])).expect("a process should listen");
+        let mut babbling = TcpStream::connect(address(&endpoints[0])).expect("a process should listen");
         babbling
             .write_all(b"GET / HTTP/1.1\r\nHost: nobody at all\r\n\r\n and more, so that it has said enough")
-            .expect("sent");
+            .expect("the message should be sent");
         let other_job = scope.spawn(|| ask(&Terms { job: 1, ..meeting(2) }, &endpoints, 1, 150));
         let other_size = scope.spawn(|| ask(&meeting(3), &endpoints, 1, 150));
         let late = scope.spawn(|| {
@@ -186,7 +188,7 @@ fn other_processes_and_other_jobs_are_rejected_without_delay() {
             ask(&meeting(2), &endpoints, 1, PATIENT)
         });
         let since = Instant::now();
-        meeting(2).serve_id(&listener, &id(), &within(PATIENT)).expect("the rank arrives");
+        meeting(2).serve_id(&listener, &id(), &within(PATIENT)).expect("the rank should arrive");
         assert!(since.elapsed() < HANDSHAKE_LIMIT, "the silent peer delayed the meeting");
         for other in [other_job, other_size] {
             let asked = other.join().expect("the thread does not panic");
@@ -208,7 +210,7 @@ fn silent_connections_are_evicted() {
         let given = scope.spawn(|| meeting(2).serve_id(&listener, &id(), &within(PATIENT)).map(|_| ()));
         let since = Instant::now();
         let _silent: Vec<_> =
-            (0..300).map(|_| TcpStream::connect(address(&endpoints[0])).expect("listening")).collect();
+            (0..300).map(|_| TcpStream::connect(address(&endpoints[0])).expect("a process should listen")).collect();
         assert_eq!(ask(&meeting(2), &endpoints, 1, PATIENT), Ok(id()));
         assert!(since.elapsed() < HANDSHAKE_LIMIT, "{:?}", since.elapsed());
         assert_eq!(given.join().expect("the thread does not panic"), Ok(()));
@@ -247,8 +249,8 @@ fn a_duplicate_rank_is_rejected_and_a_retry_is_not() {
             if !meeting.has_secret {
                 for _ in 0..2 {
                     let again = Hello { ranks: 3, ..hello(1, 5, false) };
-                    let mut stream = TcpStream::connect(address(&endpoints[0])).expect("listening");
-                    stream.write_all(&again.bytes()).expect("sent");
+                    let mut stream = TcpStream::connect(address(&endpoints[0])).expect("a process should listen");
+                    stream.write_all(&again.bytes()).expect("the message should be sent");
                     assert_eq!(verdict(&mut stream.into()), Some(Verdict::RankTwice), "its session differs");
                 }
             }
@@ -329,8 +331,9 @@ fn rank_0_answers_each_peer_by_what_it_claims_and_proves() {
             for peer in peers() {
                 let mut bytes = peer.hello.bytes();
                 bytes[7] = b'0' + peer.version;
-                let mut connection = Connection::from(TcpStream::connect(address(&endpoints[0])).expect("listening"));
-                connection.write_all(&bytes).expect("sent");
+                let mut connection =
+                    Connection::from(TcpStream::connect(address(&endpoints[0])).expect("a process should listen"));
+                connection.write_all(&bytes).expect("the message should be sent");
                 let (first, second) = verdicts(has_secret, &peer);
                 assert_eq!(verdict(&mut connection), Some(first), "{peer:?}");
                 let mut last = first;
@@ -343,7 +346,7 @@ fn rank_0_answers_each_peer_by_what_it_claims_and_proves() {
                         silent.push(connection);
                         continue;
                     }
-                    connection.write_all(&exchange.proof(&secret)).expect("sent");
+                    connection.write_all(&exchange.proof(&secret)).expect("the message should be sent");
                     last = second.expect("an answer to a proof");
                     assert_eq!(verdict(&mut connection), Some(last), "{peer:?}");
                 }
@@ -375,7 +378,7 @@ fn a_rank_0_of_another_version_is_an_error_that_states_both_versions() {
     let (listener, endpoints) = anywhere();
     thread::scope(|scope| {
         let rank = scope.spawn(|| ask(&meeting(2), &[&[other][..], &endpoints].concat(), 1, PATIENT));
-        meeting(2).serve_id(&listener, &id(), &within(PATIENT)).expect("the rank arrives");
+        meeting(2).serve_id(&listener, &id(), &within(PATIENT)).expect("the rank should arrive");
         assert_eq!(rank.join().expect("the thread does not panic"), Ok(id()));
     });
 }
@@ -385,15 +388,15 @@ fn a_hello_may_arrive_in_pieces() {
     let (listener, endpoints) = anywhere();
     thread::scope(|scope| {
         let other = scope.spawn(|| {
-            let mut stream = TcpStream::connect(address(&endpoints[0])).expect("listening");
+            let mut stream = TcpStream::connect(address(&endpoints[0])).expect("a process should listen");
             for byte in hello(1, 3, false).bytes() {
-                stream.write_all(&[byte]).expect("sent");
+                stream.write_all(&[byte]).expect("the message should be sent");
                 thread::sleep(Duration::from_millis(2));
             }
             let mut reply = [0; HEAD_BYTES + TAIL_BYTES];
             stream.read_exact(&mut reply).and_then(|()| stream.write_all(&join_bytes(Duration::ZERO))).map(|()| reply)
         });
-        meeting(2).serve_id(&listener, &id(), &within(PATIENT)).expect("the rank arrives");
+        meeting(2).serve_id(&listener, &id(), &within(PATIENT)).expect("the rank should arrive");
         let reply = other.join().expect("the thread does not panic").expect("answered");
         assert_eq!(
             (&reply[..HEAD_BYTES], &reply[HEAD_BYTES..][..SHARED_BYTES]),
@@ -420,7 +423,7 @@ fn a_port_in_use_is_skipped() {
                 thread::sleep(Duration::from_millis(5));
             }
         });
-        meeting(2).serve_id(&listener, &id(), &within(PATIENT)).expect("the rank arrives");
+        meeting(2).serve_id(&listener, &id(), &within(PATIENT)).expect("the rank should arrive");
         assert_eq!(other.join().expect("the thread does not panic"), Ok(id()));
     });
 }
@@ -494,8 +497,8 @@ enum Stranger {
 impl Stranger {
     /// Runs the process until the test ends. Returns its address.
     fn start(self) -> SocketAddr {
-        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-        let address = listener.local_addr().expect("bound");
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port should be free");
+        let address = listener.local_addr().expect("the socket should be bound");
         thread::spawn(move || {
             if matches!(self, Stranger::Stopped) {
                 thread::park();
@@ -598,9 +601,9 @@ fn strangers_at_other_addresses_cost_less_than_a_second() {
                 let ranks = [1, 2].map(|rank| scope.spawn(move || ask(meeting, endpoints, rank, PATIENT)));
                 thread::sleep(Duration::from_millis(100));
                 let since = Instant::now();
-                rustix::net::listen(&own, 128).expect("it is bound");
+                rustix::net::listen(&own, 128).expect("the socket should be bound");
                 let listener = TcpListener::from(own);
-                listener.set_nonblocking(true).expect("a socket");
+                listener.set_nonblocking(true).expect("the socket should accept the setting");
                 let listener = Listener::Network(listener);
                 let connections = meeting.serve_id(&listener, &id(), &within(PATIENT)).expect("the ranks arrive");
                 for rank in ranks {
@@ -624,8 +627,8 @@ fn the_error_contains_the_answer_of_each_address_and_the_most_likely_cause() {
         (EndpointAnswer::SecretMismatch, "set SYMMALLOC_JOB_SECRET"),
         (EndpointAnswer::DifferentJob, "all ranks have the same job"),
         (EndpointAnswer::Silent, "stopped or late"),
-        (EndpointAnswer::Foreign, "Another program probably uses its port"),
-        (EndpointAnswer::Contradiction, "Another program probably uses its port"),
+        (EndpointAnswer::Foreign, "Another program probably uses rank 0's port"),
+        (EndpointAnswer::Contradiction, "Another program probably uses rank 0's port"),
     ];
     for has_secret in [true, false] {
         let meeting = if has_secret { secret_meeting(3, SECRET) } else { meeting(3) };
@@ -648,7 +651,8 @@ fn the_error_contains_the_answer_of_each_address_and_the_most_likely_cause() {
                     assert_eq!(answers(&asked), [(address, expected), nobody], "{stranger:?}, secret: {has_secret}");
                     let text = asked.expect_err("no rank 0").to_string();
                     let (_, cause) = causes.iter().find(|(answer, _)| *answer == expected).expect("all are listed");
-                    let parts = [*cause, &format!("{address}: {expected}"), &format!("{}: nothing listens", nobody.0)];
+                    let parts =
+                        [*cause, &format!("{address}: {expected}"), &format!("{}: no process listens there", nobody.0)];
                     assert!(parts.iter().all(|part| text.contains(part)), "{stranger:?}: {text}");
                 });
             }
@@ -664,12 +668,14 @@ fn a_rank_that_gave_up_its_first_attempts_meets_on_its_last_one() {
     thread::scope(|scope| {
         let other = scope.spawn(|| meeting(2).request_id(&list.endpoints, 1, &within(PATIENT)));
         thread::sleep(Duration::from_millis(2500));
-        let connections = meeting(2).serve_id(&listener, &id(), &within(PATIENT)).expect("the rank arrives");
-        let [(1, mut at_rank_0)] = <[_; 1]>::try_from(connections).expect("one rank") else { panic!("another rank") };
+        let connections = meeting(2).serve_id(&listener, &id(), &within(PATIENT)).expect("the rank should arrive");
+        let [(1, mut at_rank_0)] = <[_; 1]>::try_from(connections).expect("one rank should suffice") else {
+            panic!("another rank")
+        };
         let (_, mut at_rank) = other.join().expect("the thread does not panic").expect("rank 0 answers");
-        at_rank_0.write_all(b"the same connection").expect("connected");
+        at_rank_0.write_all(b"the same connection").expect("the connection should be open");
         let mut text = [0; 19];
-        read_until(&mut at_rank, &mut text, end()).expect("connected");
+        read_until(&mut at_rank, &mut text, end()).expect("the connection should be open");
         assert_eq!(&text, b"the same connection");
     });
 }
@@ -677,17 +683,17 @@ fn a_rank_that_gave_up_its_first_attempts_meets_on_its_last_one() {
 /// Takes part as rank 1 with the secret, or with a replayed earlier proof. Returns the answer and the proof.
 fn speak(to: SocketAddr, earlier: Option<[u8; PROOF_BYTES]>) -> (Option<Verdict>, [u8; PROOF_BYTES]) {
     let hello = hello(1, 3, true);
-    let mut connection = Connection::from(TcpStream::connect(to).expect("listening"));
-    connection.write_all(&hello.bytes()).expect("sent");
+    let mut connection = Connection::from(TcpStream::connect(to).expect("a process should listen"));
+    connection.write_all(&hello.bytes()).expect("the message should be sent");
     assert_eq!(verdict(&mut connection), Some(Verdict::Challenge));
     let mut exchange = Exchange { hello, nonce: [0; 32], endpoint: to.port().into() };
     read_until(&mut connection, &mut exchange.nonce, end()).expect("a nonce");
     let secret = Secret::new(SECRET.into()).expect("the secret is long enough");
     let proof = earlier.unwrap_or_else(|| exchange.proof(&secret));
-    connection.write_all(&proof).expect("sent");
+    connection.write_all(&proof).expect("the message should be sent");
     let answer = verdict(&mut connection);
     if answer == Some(Verdict::Welcome) {
-        connection.write_all(&join_bytes(Duration::ZERO)).expect("sent");
+        connection.write_all(&join_bytes(Duration::ZERO)).expect("the message should be sent");
     }
     (answer, proof)
 }
@@ -718,15 +724,18 @@ fn relay(from: TcpStream, to: SocketAddr) {
             let _closed = to.shutdown(std::net::Shutdown::Both);
         })
     };
-    copy(from.try_clone().expect("a socket"), to.try_clone().expect("a socket"));
+    copy(
+        from.try_clone().expect("the socket should accept the setting"),
+        to.try_clone().expect("the socket should accept the setting"),
+    );
     copy(to, from);
 }
 
 #[test]
 fn a_relay_is_detected() {
     let (listener, endpoints) = anywhere();
-    let relaying = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let in_between = [Endpoint::Network(relaying.local_addr().expect("bound"))];
+    let relaying = TcpListener::bind("127.0.0.1:0").expect("a port should be free");
+    let in_between = [Endpoint::Network(relaying.local_addr().expect("the socket should be bound"))];
     let meeting = secret_meeting(2, SECRET);
     thread::scope(|scope| {
         let to = address(&endpoints[0]);
@@ -753,7 +762,7 @@ fn a_socket_name_in_use_is_skipped() {
                 thread::sleep(Duration::from_millis(5));
             }
         });
-        let connections = meeting(2).serve_id(&listener, &id(), &within(PATIENT)).expect("the rank arrives");
+        let connections = meeting(2).serve_id(&listener, &id(), &within(PATIENT)).expect("the rank should arrive");
         assert!(matches!(connections[..], [(1, Connection::Unix(_))]));
         assert_eq!(other.join().expect("the thread does not panic"), Ok(id()));
     });
@@ -786,12 +795,12 @@ fn a_socket_name_of_another_user_is_skipped() {
     assert_eq!(listener.number(), 1);
     let Endpoint::Local(name) = &list.endpoints[0] else { panic!("a socket") };
     let connection = name.connect().expect("any user can connect");
-    assert_eq!(foreign_user(&connection).expect("connected"), Some(65534));
+    assert_eq!(foreign_user(&connection).expect("the connection should succeed"), Some(65534));
     let asked = ask(&meeting(2), &list.endpoints[..1], 1, 100);
     assert!(matches!(asked, Err(RendezvousError::NoLocalAnswer { foreign_user: Some(65534), .. })), "{asked:?}");
     thread::scope(|scope| {
         let other = scope.spawn(|| ask(&meeting(2), &list.endpoints, 1, PATIENT));
-        meeting(2).serve_id(&listener, &id(), &within(PATIENT)).expect("the rank arrives");
+        meeting(2).serve_id(&listener, &id(), &within(PATIENT)).expect("the rank should arrive");
         assert_eq!(other.join().expect("the thread does not panic"), Ok(id()));
     });
 }

@@ -67,7 +67,7 @@ impl Venue {
                 Venue::Place { place, _folder: None }
             }
             2 => {
-                let folder = tempfile::tempdir().expect("a folder");
+                let folder = tempfile::tempdir().expect("a folder should be created");
                 Venue::Place { place: Place::Folder(folder.path().join("job")), _folder: Some(folder) }
             }
             3 => Venue::Place { place: Place::at("127.0.0.1:29999", meeting).expect("an address"), _folder: None },
@@ -76,7 +76,7 @@ impl Venue {
                 // A machine may have no IPv6.
                 let free = if kind == 4 { v4.listen() } else { v6.listen().or_else(|_| v4.listen()) };
                 let Ok(Listener::Network(free)) = free else { panic!("{free:?} has no address") };
-                let endpoints = vec![Endpoint::Network(free.local_addr().expect("bound"))];
+                let endpoints = vec![Endpoint::Network(free.local_addr().expect("the socket should be bound"))];
                 Venue::Place { place: Place::Own(EndpointList { endpoints }), _folder: None }
             }
         }
@@ -95,13 +95,15 @@ impl Venue {
         match self {
             Venue::Memory(values) => body(values),
             Venue::Place { place: Place::Torch { host, port }, .. } => {
-                body(&TorchStore::connect(host, *port, &within(PATIENT)).expect("it runs"));
+                body(&TorchStore::connect(host, *port, &within(PATIENT)).expect("it should run"));
             }
-            Venue::Place { place: Place::Folder(folder), .. } => body(&FolderStore::open(folder).expect("private")),
+            Venue::Place { place: Place::Folder(folder), .. } => {
+                body(&FolderStore::open(folder).expect("it should be private"))
+            }
             Venue::Place { place: Place::Own(list), .. } if rank == 0 => {
                 let refused = |_, _| ("refused".to_owned(), Vec::new());
                 let listener = list.listen().expect("the address is free");
-                body(&ServedStore::start(listener, meeting.store_terms(), refused).expect("a thread"));
+                body(&ServedStore::start(listener, meeting.store_terms(), refused).expect("a thread should start"));
             }
             Venue::Place { place: Place::Own(list), .. } => {
                 let identity = Identity { rank, session: 1, deadline: within(PATIENT) };
@@ -130,7 +132,7 @@ fn run(venue: &Venue, meetings: &[Meeting], millis: u64, delay: impl Fn(u32) -> 
 
 /// Returns a new meeting.
 fn meeting(ranks: u32, secret: Option<Secret>) -> Meeting {
-    Meeting { job: u64::from_le_bytes(random().expect("random numbers")), ranks, secret }
+    Meeting { job: u64::from_le_bytes(random().expect("random numbers should be available")), ranks, secret }
 }
 
 #[test]
@@ -254,12 +256,12 @@ fn a_rank_that_restarts_takes_its_place_again() {
 /// Acts as a rank 0 that accepts ranks for some time and then ends without an outcome.
 fn host_and_end(venue: &Venue, meeting: &Meeting, millis: u64) {
     venue.with_store(meeting, 0, |store| {
-        let token = random::<TOKEN_BYTES>().expect("random numbers");
-        let listener = Endpoint::Network(([127, 0, 0, 1], 0).into()).listen().expect("a port");
+        let token = random::<TOKEN_BYTES>().expect("random numbers should be available");
+        let listener = Endpoint::Network(([127, 0, 0, 1], 0).into()).listen().expect("a port should be free");
         let Listener::Network(bound) = &listener else { panic!("it has an address") };
-        let endpoints = vec![Endpoint::Network(bound.local_addr().expect("bound"))];
+        let endpoints = vec![Endpoint::Network(bound.local_addr().expect("the socket should be bound"))];
         let key = format!("symmalloc/{:016x}/card", meeting.job);
-        store.set(&key, &Card { token, endpoints, outcome: None }.bytes(), &within(PATIENT)).expect("set");
+        store.set(&key, &Card { token, endpoints, outcome: None }.bytes(), &within(PATIENT)).expect("it should be set");
         let mut admission = Admission::new(meeting.terms(&token), ID);
         let (end, mut admitted) = (within(millis), Vec::new());
         while !end.is_over() {
@@ -302,11 +304,15 @@ fn cards_of_earlier_runs_do_not_mislead_the_next_one() {
             let venue = Venue::new(kind, &meeting);
             let key = format!("symmalloc/{:016x}/card", meeting.job);
             let stale = Card { token: [1; TOKEN_BYTES], endpoints: vec![nobody.clone()], outcome: outcome.clone() };
-            venue.with_store(&meeting, 0, |store| store.set(&key, &stale.bytes(), &within(PATIENT)).expect("set"));
+            venue.with_store(&meeting, 0, |store| {
+                store.set(&key, &stale.bytes(), &within(PATIENT)).expect("it should be set")
+            });
             let results = run(&venue, &vec![meeting.clone(); 2], PATIENT, |rank| u64::from(1 - rank) * 150);
             assert_eq!(results, vec![Ok(ID); 2], "store {kind}");
             // A rank that comes after the others gave up reports why they did.
-            venue.with_store(&meeting, 0, |store| store.set(&key, &stale.bytes(), &within(PATIENT)).expect("set"));
+            venue.with_store(&meeting, 0, |store| {
+                store.set(&key, &stale.bytes(), &within(PATIENT)).expect("it should be set")
+            });
             let late = venue.hold(&meeting, 1, &within(100));
             match outcome {
                 Some(outcome) => assert_eq!(late, Err(outcome.result().expect_err("missing")), "store {kind}"),
@@ -402,7 +408,7 @@ fn a_program_meets_through_a_store_of_its_own_in_turns() {
 /// The cost of a meeting at rank 0 grows with the number of ranks, and not with its square. `SYMMALLOC_RANKS` sets the number.
 #[test]
 fn many_ranks_meet() {
-    let ranks: u32 = std::env::var("SYMMALLOC_RANKS").map_or(128, |text| text.parse().expect("a number"));
+    let ranks: u32 = std::env::var("SYMMALLOC_RANKS").map_or(128, |text| text.parse().expect("it should be a number"));
     let meeting = meeting(ranks, secret(SECRET));
     let venue = Venue::new(0, &meeting);
     let since = Instant::now();
@@ -575,7 +581,8 @@ fn generated_meeting(seed: u64) {
 #[test]
 fn generated_meetings_succeed_or_end_with_one_cause() {
     const AT_A_TIME: u64 = 8;
-    let number = |name, default| std::env::var(name).map_or(default, |text| text.parse().expect("a number"));
+    let number =
+        |name, default| std::env::var(name).map_or(default, |text| text.parse().expect("it should be a number"));
     let first = number("SYMMALLOC_FIRST_SEED", 0);
     let (next, end) = (AtomicU64::new(first), first + number("SYMMALLOC_SEEDS", 40));
     thread::scope(|scope| {

@@ -26,12 +26,12 @@ const LIMIT: &str = "SYMMALLOC_TEST_LIMIT";
 fn start(machines: &Machines, machine: usize, role: &str, variables: &[(&str, String)]) -> Child {
     let this = std::env::current_exe().expect("a test");
     // The name of machine 0 is what Debian writes to `/etc/hosts`.
-    let hosts = tempfile::NamedTempFile::new().expect("a file");
+    let hosts = tempfile::NamedTempFile::new().expect("the file should be accessible");
     let address = ["127.0.1.1", ADDRESSES[0]][machine];
-    fs::write(&hosts, format!("127.0.0.1 localhost\n{address} {NAME}\n")).expect("written");
+    fs::write(&hosts, format!("127.0.0.1 localhost\n{address} {NAME}\n")).expect("the write should succeed");
     let mut command = Command::new("unshare");
     command.args(["--mount", "sh", "-c", "mount --bind \"$0\" /etc/hosts && rm \"$0\" && exec \"$@\""]);
-    command.arg(hosts.into_temp_path().keep().expect("kept")).arg(this);
+    command.arg(hosts.into_temp_path().keep().expect("the file should be kept")).arg(this);
     command.args(["--exact", "tests::namespaces::process_of_a_machine", "--nocapture"]);
     command.env(ROLE, role).envs(variables.iter().map(|(name, value)| (name, value)));
     machines.enter(machine, &mut command);
@@ -52,7 +52,7 @@ fn run(machines: &Machines, limit_ms: u64, variables: impl Fn(u32) -> Vec<(&'sta
 
 /// Waits until a rank ends. Returns what it printed.
 fn said(rank: Child) -> String {
-    let output = rank.wait_with_output().expect("it ends");
+    let output = rank.wait_with_output().expect("the program should end");
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     let line = text.lines().find_map(|line| line.split_once("ended: ")).map(|(_, line)| line.to_owned());
     line.unwrap_or_else(|| panic!("no result: {text}{}", String::from_utf8_lossy(&output.stderr)))
@@ -64,7 +64,7 @@ fn process_of_a_machine() {
     match std::env::var(ROLE).as_deref() {
         Ok("rank") => {
             let launch = Launch::from_env().expect("the variables of a launcher");
-            let limit = std::env::var(LIMIT).expect("set").parse().expect("a number");
+            let limit = std::env::var(LIMIT).expect("it should be set").parse().expect("it should be a number");
             let create = || Ok::<_, RendezvousError>([7; SHARED_BYTES]);
             let met = share(&launch, create, &Deadline::after(Duration::from_millis(limit)));
             let kind = |(_, connection): &(u32, Connection)| match connection {
@@ -175,12 +175,16 @@ fn ranks_meet_at_a_machine_whose_own_name_is_a_loopback_address() {
 #[test]
 fn ranks_of_two_machines_meet_in_the_home_directory_under_srun_and_mpirun() {
     let Some(machines) = Machines::new() else { return };
-    let home = tempfile::tempdir().expect("a folder");
-    let home = home.path().to_str().expect("text");
+    let home = tempfile::tempdir().expect("a folder should be created");
+    let home = home.path().to_str().expect("the contents should be UTF-8");
     assert_eq!(run(&machines, PATIENT, |rank| srun(rank, home)), all_met());
     assert_eq!(run(&machines, PATIENT, |rank| mpirun(rank, home)), all_met());
     let folder = std::path::Path::new(home).join(".local/state/symmalloc/rendezvous");
-    assert_eq!(fs::read_dir(folder).expect("created").count(), 0, "rank 0 removes what it published");
+    assert_eq!(
+        fs::read_dir(folder).expect("the creation should succeed").count(),
+        0,
+        "rank 0 removes what it published"
+    );
 }
 
 const CUT: Quality = Quality { delay: Duration::ZERO, bytes_per_second: None, is_cut: true };
@@ -194,8 +198,8 @@ fn each_side_of_a_partition_names_the_other() {
             scope.spawn(move || {
                 let Some(machines) = Machines::new() else { return };
                 (0..).zip(quality).for_each(|(machine, quality)| machines.set_from(machine, quality));
-                let home = tempfile::tempdir().expect("a folder");
-                let home = home.path().to_str().expect("text");
+                let home = tempfile::tempdir().expect("a folder should be created");
+                let home = home.path().to_str().expect("the contents should be UTF-8");
                 for has_folder in [true, false] {
                     let variables = |rank| if has_folder { srun(rank, home) } else { torchrun(rank, ADDRESSES[0]) };
                     let results = run(&machines, 3000, variables);

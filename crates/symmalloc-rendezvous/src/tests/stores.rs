@@ -40,16 +40,16 @@ fn check(first: &dyn Store, second: &dyn Store) {
     thread::scope(|scope| {
         let waiting = scope.spawn(|| second.wait("color", &patient()));
         thread::sleep(Duration::from_millis(20));
-        first.set("color", b"blue", &patient()).expect("set");
+        first.set("color", b"blue", &patient()).expect("it should be set");
         assert_eq!(waiting.join().expect("the thread does not panic"), Ok(b"blue".to_vec()));
     });
     // What one client has set, every other one sees, also in a value with any bytes and none.
     for value in [&b"green"[..], b"", &[0, 255, b'\n'], &[7; 5000]] {
-        first.set("color", value, &patient()).expect("set");
+        first.set("color", value, &patient()).expect("it should be set");
         assert_eq!(second.get("color", &patient()), Ok(Some(value.to_vec())));
     }
-    second.set("a/b c", b"1", &patient()).expect("set");
-    second.set("a/b", b"2", &patient()).expect("set");
+    second.set("a/b c", b"1", &patient()).expect("it should be set");
+    second.set("a/b", b"2", &patient()).expect("it should be set");
     assert_eq!(first.get("a/b c", &patient()), Ok(Some(b"1".to_vec())));
     let too_long = first.set("color", &[0; (64 << 10) + 1], &patient());
     assert!(matches!(too_long, Err(RendezvousError::TooLong { key_bytes: 5, .. })), "{too_long:?}");
@@ -79,11 +79,13 @@ fn terms() -> Terms {
 }
 
 fn served() -> (ServedStore, Endpoint) {
-    let listener = Endpoint::Network("127.0.0.1:0".parse().expect("an address")).listen().expect("a free port");
+    let listener = Endpoint::Network("127.0.0.1:0".parse().expect("it should be an address"))
+        .listen()
+        .expect("a port should be free");
     let Listener::Network(bound) = &listener else { panic!("it has an address") };
-    let endpoint = Endpoint::Network(bound.local_addr().expect("bound"));
+    let endpoint = Endpoint::Network(bound.local_addr().expect("the socket should be bound"));
     let store = ServedStore::start(listener, terms(), |rank, _| (format!("refused/{rank}"), vec![1]));
-    (store.expect("a thread"), endpoint)
+    (store.expect("a thread should start"), endpoint)
 }
 
 fn client(endpoint: &Endpoint, rank: u32) -> RemoteStore {
@@ -104,15 +106,15 @@ fn an_own_store_serves_its_process_and_others() {
 fn an_own_store_is_found_again_after_a_restart() {
     let (server, endpoint) = served();
     let client = client(&endpoint, 1);
-    client.set("color", b"blue", &patient()).expect("set");
+    client.set("color", b"blue", &patient()).expect("it should be set");
     drop(server);
     let again = endpoint.listen().expect("the old server has closed its listener");
     thread::scope(|scope| {
         let waiting = scope.spawn(|| client.wait("color", &patient()));
         thread::sleep(Duration::from_millis(50));
         let server = ServedStore::start(again, terms(), |rank, _| (format!("refused/{rank}"), vec![1]));
-        let server = server.expect("a thread");
-        server.set("color", b"green", &patient()).expect("set");
+        let server = server.expect("a thread should start");
+        server.set("color", b"green", &patient()).expect("it should be set");
         assert_eq!(waiting.join().expect("the thread does not panic"), Ok(b"green".to_vec()));
     });
 }
@@ -121,11 +123,11 @@ fn an_own_store_is_found_again_after_a_restart() {
 fn an_own_store_frees_its_port_before_its_drop_returns() {
     let (mut server, endpoint) = served();
     for turn in 0..20 {
-        client(&endpoint, 1).set("turn", &[turn], &patient()).expect("set");
+        client(&endpoint, 1).set("turn", &[turn], &patient()).expect("it should be set");
         drop(server);
         let listener = endpoint.listen().expect("the port is free");
-        server =
-            ServedStore::start(listener, terms(), |rank, _| (format!("refused/{rank}"), vec![1])).expect("a thread");
+        server = ServedStore::start(listener, terms(), |rank, _| (format!("refused/{rank}"), vec![1]))
+            .expect("a thread should start");
     }
 }
 
@@ -137,8 +139,9 @@ fn a_client_that_violates_the_protocol_is_disconnected() {
     {
         let identity = Identity { rank: 1, session: 1, deadline: patient() };
         let (_, mut connection) =
-            crate::search::search(&terms(), std::slice::from_ref(&endpoint), identity, &patient()).expect("it runs");
-        connection.write_all(request).expect("sent");
+            crate::search::search(&terms(), std::slice::from_ref(&endpoint), identity, &patient())
+                .expect("it should run");
+        connection.write_all(request).expect("the message should be sent");
         // A server that waited for more bytes would keep the connection open.
         let end = Instant::now() + Duration::from_secs(30);
         let read = read_until(&mut connection, &mut [0; 1], end).expect_err("no reply").kind();
@@ -150,13 +153,13 @@ fn a_client_that_violates_the_protocol_is_disconnected() {
 
 #[test]
 fn a_shared_folder_is_a_store() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let open = || FolderStore::open(folder.path()).expect("private");
+    let folder = tempfile::tempdir().expect("a folder should be created");
+    let open = || FolderStore::open(folder.path()).expect("the folder should be private");
     check(&open(), &open());
-    let modes = fs::read_dir(folder.path()).expect("a folder").map(|entry| {
-        let entry = entry.expect("readable");
+    let modes = fs::read_dir(folder.path()).expect("the folder should be readable").map(|entry| {
+        let entry = entry.expect("it should be readable");
         assert!(!entry.file_name().to_string_lossy().contains(".symmalloc-"), "no draft remains");
-        entry.metadata().expect("a file").permissions().mode() & 0o777
+        entry.metadata().expect("the file should be accessible").permissions().mode() & 0o777
     });
     assert!(modes.collect::<Vec<_>>().iter().all(|mode| *mode == 0o600));
 }
@@ -164,12 +167,12 @@ fn a_shared_folder_is_a_store() {
 /// Two jobs that were given one folder: the first one to meet leaves the other one's card.
 #[test]
 fn a_folder_is_removed_by_the_rank_0_whose_card_it_has() {
-    let folder = tempfile::tempdir().expect("a folder");
+    let folder = tempfile::tempdir().expect("a folder should be created");
     let path = folder.path().join("job");
-    let [first, second] = [(); 2].map(|()| FolderStore::open(&path).expect("private"));
+    let [first, second] = [(); 2].map(|()| FolderStore::open(&path).expect("the folder should be private"));
     first.remove_own();
-    first.set("card", b"one", &patient()).expect("set");
-    second.set("card", b"two", &patient()).expect("set");
+    first.set("card", b"one", &patient()).expect("it should be set");
+    second.set("card", b"two", &patient()).expect("it should be set");
     first.remove_own();
     assert_eq!(second.get("card", &patient()), Ok(Some(b"two".to_vec())));
     second.remove_own();
@@ -178,9 +181,9 @@ fn a_folder_is_removed_by_the_rank_0_whose_card_it_has() {
 
 #[test]
 fn a_folder_that_others_can_change_is_rejected() {
-    let folder = tempfile::tempdir().expect("a folder");
+    let folder = tempfile::tempdir().expect("a folder should be created");
     let shared = folder.path().join("shared");
-    fs::create_dir(&shared).expect("created");
+    fs::create_dir(&shared).expect("the creation should succeed");
     fs::set_permissions(&shared, fs::Permissions::from_mode(0o777)).expect("owned");
     let opened = FolderStore::open(&shared.join("job")).map(drop);
     assert!(matches!(opened, Err(RendezvousError::FolderWritable { .. })), "{opened:?}");
@@ -189,7 +192,7 @@ fn a_folder_that_others_can_change_is_rejected() {
 
 #[test]
 fn a_folder_of_another_user_is_rejected() {
-    let folder = tempfile::tempdir().expect("a folder");
+    let folder = tempfile::tempdir().expect("a folder should be created");
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).expect("owned");
     let path = folder.path().to_owned();
     let Some(opened) = as_another_user(|| FolderStore::open(&path).map(drop)) else { return };
@@ -198,20 +201,21 @@ fn a_folder_of_another_user_is_rejected() {
 
 #[test]
 fn a_link_in_a_folder_is_not_followed() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let elsewhere = tempfile::NamedTempFile::new().expect("a file");
-    let store = FolderStore::open(folder.path()).expect("private");
-    symlink(elsewhere.path(), folder.path().join("color")).expect("linked");
+    let folder = tempfile::tempdir().expect("a folder should be created");
+    let elsewhere = tempfile::NamedTempFile::new().expect("the file should be accessible");
+    let store = FolderStore::open(folder.path()).expect("the folder should be private");
+    symlink(elsewhere.path(), folder.path().join("color")).expect("the link should be created");
     assert!(matches!(store.get("color", &patient()), Err(RendezvousError::Folder { .. })));
     store.set("color", b"blue", &patient()).expect("the link is replaced");
-    assert_eq!(fs::read(elsewhere.path()).expect("a file"), b"");
+    assert_eq!(fs::read(elsewhere.path()).expect("the file should be accessible"), b"");
     assert_eq!(store.get("color", &patient()), Ok(Some(b"blue".to_vec())));
 }
 
 #[test]
 fn the_store_of_torchrun_is_a_store() {
     let server = StandIn::start();
-    let connect = || TorchStore::connect("localhost", server.address.port(), &patient()).expect("it listens");
+    let connect =
+        || TorchStore::connect("localhost", server.address.port(), &patient()).expect("a process should listen");
     check(&connect(), &connect());
 }
 
@@ -219,11 +223,11 @@ fn the_store_of_torchrun_is_a_store() {
 #[test]
 fn a_wait_does_not_delay_requests_of_other_threads() {
     let server = StandIn::start();
-    let store = TorchStore::connect("127.0.0.1", server.address.port(), &patient()).expect("it listens");
+    let store = TorchStore::connect("127.0.0.1", server.address.port(), &patient()).expect("a process should listen");
     thread::scope(|scope| {
         let waiting = scope.spawn(|| store.wait("color", &patient()));
         thread::sleep(Duration::from_millis(50));
-        store.set("color", b"blue", &patient()).expect("set");
+        store.set("color", b"blue", &patient()).expect("it should be set");
         assert_eq!(waiting.join().expect("the thread does not panic"), Ok(b"blue".to_vec()));
     });
 }
@@ -244,20 +248,20 @@ fn a_search_for_an_own_store_does_not_delay_requests_of_other_threads() {
 /// A program at the store's port that answers correctly until it is asked for a value.
 #[test]
 fn a_value_that_is_too_long_is_refused_before_it_is_read() {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let port = listener.local_addr().expect("bound").port();
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port should be free");
+    let port = listener.local_addr().expect("the socket should be bound").port();
     thread::scope(|scope| {
         scope.spawn(|| {
-            let mut stream = listener.accept().expect("connected").0;
+            let mut stream = listener.accept().expect("the connection should succeed").0;
             let mut bytes = [0; 64];
             let count = stream.read(&mut bytes).expect("it introduces itself");
-            stream.write_all(&bytes[count - 4..count]).expect("sent");
-            let _check = stream.read(&mut bytes).expect("a request");
+            stream.write_all(&bytes[count - 4..count]).expect("the message should be sent");
+            let _check = stream.read(&mut bytes).expect("the request should be complete");
             stream.write_all(&[0]).expect("all keys are set");
-            let _get = stream.read(&mut bytes).expect("a request");
-            stream.write_all(&u64::MAX.to_le_bytes()).expect("sent");
+            let _get = stream.read(&mut bytes).expect("the request should be complete");
+            stream.write_all(&u64::MAX.to_le_bytes()).expect("the message should be sent");
         });
-        let store = TorchStore::connect("127.0.0.1", port, &patient()).expect("it listens");
+        let store = TorchStore::connect("127.0.0.1", port, &patient()).expect("a process should listen");
         let address = format!("127.0.0.1:{port}");
         assert_eq!(store.get("color", &patient()), Err(RendezvousError::ForeignStore { address }));
     });
@@ -265,15 +269,18 @@ fn a_value_that_is_too_long_is_refused_before_it_is_read() {
 
 #[test]
 fn a_slow_peer_does_not_extend_a_deadline() {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let mut ours = Connection::from(TcpStream::connect(listener.local_addr().expect("bound")).expect("listening"));
-    let mut theirs = listener.accept().expect("connected").0;
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port should be free");
+    let mut ours = Connection::from(
+        TcpStream::connect(listener.local_addr().expect("the socket should be bound"))
+            .expect("a process should listen"),
+    );
+    let mut theirs = listener.accept().expect("the connection should succeed").0;
     let is_over = AtomicBool::new(false);
     thread::scope(|scope| {
         scope.spawn(|| {
             let mut bytes = vec![0; 64 << 10];
             while !is_over.load(Ordering::Relaxed) {
-                let _count = theirs.read(&mut bytes).expect("connected");
+                let _count = theirs.read(&mut bytes).expect("the connection should be open");
                 thread::sleep(Duration::from_millis(5));
             }
         });
@@ -288,20 +295,20 @@ fn a_slow_peer_does_not_extend_a_deadline() {
 #[test]
 fn a_lost_connection_to_torchruns_store_is_replaced() {
     let server = StandIn::start();
-    let store = TorchStore::connect("127.0.0.1", server.address.port(), &patient()).expect("it listens");
-    store.set("color", b"blue", &patient()).expect("set");
+    let store = TorchStore::connect("127.0.0.1", server.address.port(), &patient()).expect("a process should listen");
+    store.set("color", b"blue", &patient()).expect("it should be set");
     server.cut();
     assert_eq!(store.get("color", &patient()), Ok(Some(b"blue".to_vec())));
     server.cut();
-    store.set("color", b"green", &patient()).expect("set");
+    store.set("color", b"green", &patient()).expect("it should be set");
     assert_eq!(store.wait("color", &patient()), Ok(b"green".to_vec()));
 }
 
 /// A proxy whose server is gone answers like this, and so does a server without a free descriptor.
 #[test]
 fn a_server_that_closes_each_connection_is_tried_again_with_pauses() {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let port = listener.local_addr().expect("bound").port();
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port should be free");
+    let port = listener.local_addr().expect("the socket should be bound").port();
     let connections = Arc::new(AtomicU32::new(0));
     let counted = Arc::clone(&connections);
     thread::spawn(move || {
@@ -321,8 +328,8 @@ fn a_server_that_closes_each_connection_is_tried_again_with_pauses() {
 
 #[test]
 fn another_program_at_the_stores_port_and_none_are_errors() {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let port = listener.local_addr().expect("bound").port();
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port should be free");
+    let port = listener.local_addr().expect("the socket should be bound").port();
     thread::spawn(move || {
         for mut stream in listener.incoming().flatten() {
             let _answered = stream.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n");
@@ -336,8 +343,8 @@ fn another_program_at_the_stores_port_and_none_are_errors() {
     );
     // One that closes the connection, and one that is silent.
     for is_silent in [false, true] {
-        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-        let port = listener.local_addr().expect("bound").port();
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port should be free");
+        let port = listener.local_addr().expect("the socket should be bound").port();
         thread::spawn(move || {
             let _kept: Vec<_> = listener.incoming().filter(|_| is_silent).collect();
         });
@@ -363,24 +370,24 @@ fn the_bytes_are_those_of_pytorchs_own_client() {
         (b"\x05\x01\0\0\0\0\0\0\0\x02\0\0\0\0\0\0\0/k", b"\0"),
         (b"\x03\x02\0\0\0\0\0\0\0/k", b"\x05\0\0\0\0\0\0\0value"),
     ];
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let port = listener.local_addr().expect("bound").port();
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port should be free");
+    let port = listener.local_addr().expect("the socket should be bound").port();
     thread::scope(|scope| {
         let server = scope.spawn(|| {
-            let mut stream = listener.accept().expect("connected").0;
+            let mut stream = listener.accept().expect("the connection should succeed").0;
             let mut hello = [0; 10];
             stream.read_exact(&mut hello).expect("it introduces itself");
             assert_eq!(hello[..6], *b"\x00\xce\xf7\x85\x3c\x0d");
-            stream.write_all(&hello[6..]).expect("sent");
+            stream.write_all(&hello[6..]).expect("the message should be sent");
             for (request, reply) in recorded {
                 let mut received = vec![0; request.len()];
-                stream.read_exact(&mut received).expect("a request");
+                stream.read_exact(&mut received).expect("the request should be complete");
                 assert_eq!(received, request);
-                stream.write_all(reply).expect("sent");
+                stream.write_all(reply).expect("the message should be sent");
             }
         });
-        let store = TorchStore::connect("127.0.0.1", port, &patient()).expect("it listens");
-        store.set("k", b"value", &patient()).expect("set");
+        let store = TorchStore::connect("127.0.0.1", port, &patient()).expect("a process should listen");
+        store.set("k", b"value", &patient()).expect("it should be set");
         assert_eq!(store.get("k", &patient()), Ok(Some(b"value".to_vec())));
         server.join().expect("the bytes are equal");
     });
@@ -395,6 +402,9 @@ fn a_real_store_of_pytorch_is_a_store() {
         return;
     };
     let (host, port) = address.rsplit_once(':').expect("host:port");
-    let connect = || TorchStore::connect(host, port.parse().expect("a port"), &patient()).expect("it listens");
+    let connect = || {
+        TorchStore::connect(host, port.parse().expect("the value should be a port"), &patient())
+            .expect("a process should listen")
+    };
     check(&connect(), &connect());
 }

@@ -32,13 +32,17 @@ impl StandIn {
     }
 
     pub(super) fn start_at(address: impl Into<SocketAddr>) -> Self {
-        let listener = TcpListener::bind(address.into()).expect("a port");
-        let (address, state) = (listener.local_addr().expect("bound"), Arc::<State>::default());
+        let listener = TcpListener::bind(address.into()).expect("a port should be free");
+        let (address, state) = (listener.local_addr().expect("the socket should be bound"), Arc::<State>::default());
         let of_server = Arc::clone(&state);
         thread::spawn(move || {
             for stream in listener.incoming().flatten() {
                 let state = Arc::clone(&of_server);
-                state.connections.lock().expect("no panic").push(stream.try_clone().expect("a socket"));
+                state
+                    .connections
+                    .lock()
+                    .expect("no thread should panic")
+                    .push(stream.try_clone().expect("the socket should accept the setting"));
                 thread::spawn(move || serve(&state, stream));
             }
         });
@@ -47,7 +51,7 @@ impl StandIn {
 
     /// Ends all connections, as a firewall that forgets them.
     pub(super) fn cut(&self) {
-        for stream in self.state.connections.lock().expect("no panic").drain(..) {
+        for stream in self.state.connections.lock().expect("no thread should panic").drain(..) {
             let _ended = stream.shutdown(std::net::Shutdown::Both);
         }
     }

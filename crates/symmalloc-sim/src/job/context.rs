@@ -248,7 +248,7 @@ mod tests {
 
     #[test]
     fn a_context_survives_a_round_trip_through_text() {
-        let size = Size { ranks: NonZeroU32::new(64).expect("not zero"), ops: 10 };
+        let size = Size { ranks: NonZeroU32::new(64).expect("the number should not be zero"), ops: 10 };
         let mut faulty = 0;
         for seed in 0..50 {
             for mut rank in JobPlan::from_seed(seed, &size).ranks {

@@ -60,7 +60,8 @@ impl JobPlan {
     /// ranks.
     pub fn of_recorded(config: &Config, records: &[Record], seed: u64, ranks: NonZeroU32) -> Self {
         let config = with_default_pool(config, &symmetric(config.default_pool()));
-        let config = config.to_builder().history_ops(RECORDED_HISTORY_OPS).build().expect("in range");
+        let config =
+            config.to_builder().history_ops(RECORDED_HISTORY_OPS).build().expect("every value should be in its range");
         let records = records.iter().map(|record| {
             let mut record = record.clone();
             if let Op::CreatePool { config, .. } = &mut record.op {
@@ -179,7 +180,7 @@ fn pool_mut(op: &mut Op) -> Option<&mut PoolId> {
 
 /// Makes a pool symmetric. Symmetric pools cannot be stitched.
 fn symmetric(pool: &PoolConfig) -> PoolConfig {
-    pool.to_builder().stitching(None).symmetric(true).build().expect("it was valid before")
+    pool.to_builder().stitching(None).symmetric(true).build().expect("the configuration should stay valid")
 }
 
 /// Percentages of ranks with faults. Each job chooses one of them.
@@ -311,10 +312,10 @@ mod tests {
     use symmalloc_core::{AllocationId, StreamId};
 
     fn runs(config: &str, ops: impl IntoIterator<Item = Op>) {
-        let ranks = NonZeroU32::new(3).expect("not zero");
+        let ranks = NonZeroU32::new(3).expect("the number should not be zero");
         let config = config.parse().expect("a configuration");
         let plan = JobPlan::of_records(config, ops.into_iter().map(Record::from), 0, ranks);
-        simulate(&plan, NonZeroUsize::MIN, &mut |_| ()).expect("the ranks agree");
+        simulate(&plan, NonZeroUsize::MIN, &mut |_| ()).expect("the ranks should agree");
     }
 
     fn allocate(id: u64, pool: u32, stream: u16) -> Op {

@@ -110,11 +110,16 @@ impl<L: Lock> Rank<L> {
         for fault in faults {
             device = device.fail(fault.call, FaultRule::At { ordinal: fault.ordinal }, fault.fault);
         }
-        let config = job.config.to_builder().pointer_lookup(PointerLookup::Exact).build().expect("it was valid before");
+        let config = job
+            .config
+            .to_builder()
+            .pointer_lookup(PointerLookup::Exact)
+            .build()
+            .expect("the configuration should stay valid");
         let sequence_of = |purpose| sequence(job.seed, purpose, u64::from(context.rank)).split(incarnation.into());
         Rank {
             incarnation,
-            allocator: generic::Allocator::with_lock(device.build(), config).expect("a valid granularity"),
+            allocator: generic::Allocator::with_lock(device.build(), config).expect("the granularity should be valid"),
             live: vec![None; job.program.slot_count],
             pools: vec![PoolId::DEFAULT],
             streams: 0,
@@ -381,10 +386,10 @@ impl<L: Lock> Rank<L> {
     pub(crate) fn check_ended(&self, job: &RankJob) -> Result<(), FailureCause> {
         // Waits for the last users of the remaining segments, so that their fences can be dropped.
         for stream in (0..self.allocator.stream_count() as u16).map(StreamId) {
-            self.allocator.backend().synchronize(stream).expect("the driver works");
+            self.allocator.backend().synchronize(stream).expect("the driver should work without injected faults");
             self.allocator.note_synchronized(stream).expect("the stream is registered");
         }
-        self.allocator.drop_completed_fences().expect("the driver works");
+        self.allocator.drop_completed_fences().expect("the driver should work without injected faults");
         self.allocator.check().map_err(|violation| FailureCause::Violation(violation.to_string().into()))?;
         let stats = self.allocator.stats();
         let kept = match job.program.policies.of(PoolId::DEFAULT).segments() {

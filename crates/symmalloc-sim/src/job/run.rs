@@ -250,7 +250,7 @@ impl<'a, L: Lock, C: Crew<Seat<L>>> Run<'a, L, C> {
         let Some((_, first)) = first else { return answers.into_iter().collect() };
         let is_at_sync = |seat: usize| !matches!(answers[seat], Ok(Arrival::Lost));
         let live: Vec<_> = self.live().into_iter().filter(|(seat, _)| is_at_sync(*seat)).collect();
-        let mut failed = answers.into_iter().nth(first).and_then(Result::err).expect("it failed");
+        let mut failed = answers.into_iter().nth(first).and_then(Result::err).expect("the rank should have failed");
         // Adds the agreement's report of the ranks at the sync.
         if failed.cause.is_difference() {
             failed.report = Some(match compare(&live) {

@@ -98,7 +98,11 @@ pub(crate) fn draw(seed: u64, ops: usize) -> Drawn {
     let limit_bytes = pick(&mut random, &[None, None, None, Some(90 * MIB), Some(200 * MIB + 1)]);
     let mut repeats = Repeats::draw(seed);
     let default_pool = repeats.plan(PoolId::DEFAULT, pool_config(&mut random));
-    let config = Config::builder().default_pool(default_pool).total_limit_bytes(limit_bytes).build().expect("in range");
+    let config = Config::builder()
+        .default_pool(default_pool)
+        .total_limit_bytes(limit_bytes)
+        .build()
+        .expect("every value should be in its range");
     let mut writer = Writer::new(seed, &mut random, repeats, limit_bytes.is_none());
     while writer.steps.len() < ops {
         writer.write();
@@ -153,7 +157,7 @@ fn pool_config(random: &mut SplitMix64) -> PoolConfig {
         .release_threshold_bytes(threshold_bytes)
         .roundup_power2_divisions(divisions)
         .build()
-        .expect("in range")
+        .expect("every value should be in its range")
 }
 
 /// Returns bounds that are so low that a job of a few MiB reaches them.
@@ -210,7 +214,7 @@ impl Repeats {
             return config;
         }
         self.pools.push(pool);
-        config.to_builder().plan(PlanPolicy::Learn).build().expect("any pool may learn")
+        config.to_builder().plan(PlanPolicy::Learn).build().expect("any expandable pool should be able to learn")
     }
 
     /// Returns the pool in which a repeated step begins now, if any.
@@ -328,7 +332,7 @@ impl Writer {
             streams if draw.is_multiple_of(2) => Some(self.groups.first_of(StreamId((draw >> 32) as u16 % streams))),
             _ => None,
         };
-        let stream = self.groups.register(group).expect("the group exists");
+        let stream = self.groups.register(group).expect("the group should exist");
         self.push(Op::RegisterStream { stream, group: group.unwrap_or(stream) }, 0);
         self.streams += 1;
     }

@@ -38,7 +38,7 @@ fn contradiction(parts: &[&str]) -> Contradiction {
 #[test]
 fn a_written_layout_reads_back() {
     let text = [HEAD, HEAP, BLOCK, "u s0\nu s3 # used by both\n\na 2096640 512 1 s1 \"last\"\r\nend 9\n"].concat();
-    let layout = parse(&text).expect("a layout");
+    let layout = parse(&text).expect("the layout should be valid");
     let heap = &layout.heaps()[0];
     assert_eq!((heap.group.stream(), heap.digest.ops, heap.digest.value), (Some(StreamId(1)), 7, 0xaf));
     let [first, last] = &heap.segments[0].allocations[..] else { panic!("{layout:?}") };
@@ -64,7 +64,7 @@ fn other_files_are_not_layouts() {
 #[test]
 fn a_text_that_ends_early_is_torn() {
     let text = [HEAD, HEAP, BLOCK, "end 6\n"].concat();
-    parse(&text).expect("whole");
+    parse(&text).expect("the recording should be complete");
     for end in "symmalloc-layout 1".len()..text.len() - 1 {
         let torn = parse(&text[..end]);
         assert!(matches!(torn, Err(LayoutTextError::Torn { .. })), "{end} bytes: {torn:?}");

@@ -34,7 +34,7 @@ fn contradiction(parts: &[&str], wanted_line: u64) -> PlanContradiction {
 fn a_written_plan_reads_back() {
     let text =
         [HEAD, "pool p3 limit_mb:4 # separate\n\n", PLAN, "plan\tp3 s7 key 9 allocations 1\r\na 5 s7 never\nend 7"];
-    let file = parse(&text.concat()).expect("a plan");
+    let file = parse(&text.concat()).expect("the plan should be valid");
     let plans: Vec<(HeapId, &Plan)> = file.plans().collect();
     let [(HeapId { pool: PoolId(0), .. }, shared), (HeapId { pool: PoolId(3), .. }, own)] = plans[..] else {
         panic!("{plans:?}")
@@ -45,8 +45,8 @@ fn a_written_plan_reads_back() {
     assert_eq!(file.plans_of(PoolId(1)).count(), 0);
     let written = to_text(&file);
     assert!(written.ends_with("plan p3 s7 key 9 allocations 1\na 5 s7 never\nend 7\n"), "{written}");
-    assert_eq!(parse(&written).expect("a plan"), file);
-    assert_eq!(to_text(&parse(&written).expect("a plan")), written);
+    assert_eq!(parse(&written).expect("the plan should be valid"), file);
+    assert_eq!(to_text(&parse(&written).expect("the plan should be valid")), written);
 }
 
 #[test]
@@ -194,14 +194,14 @@ prop_compose! {
     ) -> PlanFile {
         let policies = [StreamPolicy::Separate, StreamPolicy::Grouped, StreamPolicy::Shared];
         let policy = |pool: usize| policies[usize::from(shares[pool]) % 3];
-        let pool = |pool: usize| PoolConfig::builder().streams(policy(pool)).limit_bytes(limit).build().expect("valid");
-        let config = Config::builder().default_pool(pool(0)).total_limit_bytes(limit).build().expect("valid");
+        let pool = |pool: usize| PoolConfig::builder().streams(policy(pool)).limit_bytes(limit).build().expect("the configuration should be valid");
+        let config = Config::builder().default_pool(pool(0)).total_limit_bytes(limit).build().expect("the configuration should be valid");
         let mut file = PlanFile::new(config);
         (1..3).for_each(|id| file.add_pool(PoolId(id), pool(id as usize)).expect("new"));
         for (pool, stream, key, raw) in plans {
             let group = policy(pool as usize).group_of(StreamId(stream % u16::MAX), &Groups::default());
             // A second plan for the same steps is rejected without other effects.
-            let _ = file.add_plan(PoolId(pool), Plan::new(key, group, allocations(group, raw)).expect("a plan"));
+            let _ = file.add_plan(PoolId(pool), Plan::new(key, group, allocations(group, raw)).expect("the plan should be valid"));
         }
         file
     }

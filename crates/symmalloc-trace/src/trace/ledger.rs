@@ -280,7 +280,7 @@ mod tests {
     fn allocation_ids_far_apart_take_no_memory() {
         let mut allocations = Allocations::default();
         for i in 0..1000_u64 {
-            allocations.allocate(AllocationId(i << 50)).expect("a new id");
+            allocations.allocate(AllocationId(i << 50)).expect("the id should be new");
         }
         assert!(allocations.dense.len() as u64 <= Allocations::DENSE_SLACK);
         assert_eq!(allocations.sparse.len(), 999);
@@ -290,10 +290,10 @@ mod tests {
     fn an_id_given_in_a_sparse_page_is_found_after_dense_pages_grew_over_it() {
         let mut allocations = Allocations::default();
         let early = AllocationId((Allocations::DENSE_SLACK + 10) * 64);
-        allocations.allocate(early).expect("a new id");
+        allocations.allocate(early).expect("the id should be new");
         assert_eq!(allocations.sparse.len(), 1);
         for i in 0..100 {
-            allocations.allocate(AllocationId(i)).expect("a new id");
+            allocations.allocate(AllocationId(i)).expect("the id should be new");
         }
         allocations.allocate(AllocationId(early.0 + 1)).expect("a new id in a dense page");
         assert!(allocations.dense.len() as u64 > early.0 / 64);

@@ -37,8 +37,11 @@ fn consistent_records(steps: Vec<Step>) -> Vec<Record> {
             (1, _) => {
                 pools.push(PoolId(next_pool));
                 next_pool += 1;
-                let config =
-                    PoolConfig::builder().symmetric(a % 2 == 0).limit_bytes(Some(b)).build().expect("in range");
+                let config = PoolConfig::builder()
+                    .symmetric(a % 2 == 0)
+                    .limit_bytes(Some(b))
+                    .build()
+                    .expect("every value should be in its range");
                 Op::CreatePool { pool: PoolId(next_pool - 1), config: Box::new(config) }
             }
             (2, _) if pools.len() > 1 => {
@@ -136,12 +139,12 @@ proptest! {
         with_config in any::<bool>(),
     ) {
         let config = with_config.then(Config::default);
-        let trace = Trace::new(config, consistent_records(steps)).expect("consistent");
+        let trace = Trace::new(config, consistent_records(steps)).expect("the records should be consistent");
         let text = trace.to_text();
         prop_assert_eq!(&Trace::parse(&text).expect("a written trace can be read"), &trace);
         let mut writer = TraceWriter::new(Vec::new(), trace.config()).expect("writing to a vector cannot fail");
         for record in trace.records() {
-            writer.write(record).expect("consistent");
+            writer.write(record).expect("the records should be consistent");
         }
         prop_assert_eq!(writer.finish().expect("writing to a vector cannot fail"), text.into_bytes());
     }

@@ -83,7 +83,8 @@ end 21
         Op::Reserve { pool: p1, stream: s0, size_bytes: 2_097_152 }.into(),
         Op::Trim { pool: None }.into(),
         Op::Trim { pool: Some(p1) }.into(),
-        Record::from(Op::Free { id: AllocationId(1) }).with_pending(Pending::new(12).expect("not 0")),
+        Record::from(Op::Free { id: AllocationId(1) })
+            .with_pending(Pending::new(12).expect("the number should not be zero")),
         Record::from(Op::Allocate { id: AllocationId(2), pool: PoolId::DEFAULT, stream: s0, size_bytes: 1 })
             .with_revival(Placement { segment: SegmentId(0), offset_bytes: 512 }, 1024),
         Record::from(Op::Free { id: AllocationId(2) }).with_pending(Pending::TO_THE_END),
@@ -98,12 +99,12 @@ end 21
 #[test]
 fn windows_line_breaks_and_a_missing_last_one_are_fine() {
     let text = "symmalloc-trace 1\r\nstream s0\r\na 0 1 s0 \"n\"\r\nend 2";
-    assert_eq!(Trace::parse(text).expect("valid").records().len(), 2);
+    assert_eq!(Trace::parse(text).expect("the text should be valid").records().len(), 2);
 }
 
 #[test]
 fn reader_and_writer_stream_with_a_buffer_of_one_byte() {
-    let trace = Trace::parse(&format!("{BEGINNING}f 0\nend 6\n")).expect("valid");
+    let trace = Trace::parse(&format!("{BEGINNING}f 0\nend 6\n")).expect("the text should be valid");
     let mut writer = TraceWriter::new(Vec::new(), trace.config()).expect("writing to a vector cannot fail");
     for record in trace.records() {
         writer.write(record).expect("writing to a vector cannot fail");
@@ -111,7 +112,7 @@ fn reader_and_writer_stream_with_a_buffer_of_one_byte() {
     assert_eq!(writer.records(), 6);
     let bytes = writer.finish().expect("writing to a vector cannot fail");
     assert_eq!(bytes, trace.to_text().as_bytes());
-    assert_eq!(Trace::read(BufReader::with_capacity(1, &bytes[..])).expect("valid"), trace);
+    assert_eq!(Trace::read(BufReader::with_capacity(1, &bytes[..])).expect("the text should be valid"), trace);
 }
 
 #[test]
@@ -137,8 +138,8 @@ fn a_later_version_is_refused() {
 fn version_1_is_read_without_groups() {
     let lines = "\nstream s0 \"main\"\nstream s1\na 0 512 s1\nend 3\n";
     let (old, new) = (format!("symmalloc-trace 1{lines}"), format!("symmalloc-trace 2{lines}"));
-    let trace = Trace::parse(&old).expect("valid");
-    assert_eq!((&trace, trace.to_text()), (&Trace::parse(&new).expect("valid"), new));
+    let trace = Trace::parse(&old).expect("the text should be valid");
+    assert_eq!((&trace, trace.to_text()), (&Trace::parse(&new).expect("the text should be valid"), new));
     let error = Trace::parse("symmalloc-trace 1\nstream s0\nstream s1 in s0\nend 2\n").expect_err("no groups");
     let source = Inconsistency::GroupInVersion1 { stream: StreamId(1) };
     assert!(matches!(error, TraceError::Inconsistent { line: 3, source: found } if found == source), "{error}");
@@ -152,7 +153,7 @@ fn a_group_is_named_after_its_first_stream() {
     let error = Trace::parse(&text).expect_err("s2 is not the first of its group");
     assert!(matches!(error, TraceError::Inconsistent { line: 8, source } if source == unknown(3, 2)), "{error}");
     // A stream in its own group has one spelling.
-    let trace = Trace::parse("symmalloc-trace 2\nstream s0 in s0\nend 1\n").expect("valid");
+    let trace = Trace::parse("symmalloc-trace 2\nstream s0 in s0\nend 1\n").expect("the text should be valid");
     assert_eq!(trace.to_text(), "symmalloc-trace 2\nstream s0\nend 1\n");
     for line in ["stream s2 in", "stream s2 on s0", "stream s2 in \"s0\"", "stream s2 in s0+"] {
         let error = error_after_beginning(&format!("{line}\nend 6\n"));
@@ -279,7 +280,7 @@ fn freed_allocations_and_destroyed_pools_cannot_be_used() {
 #[test]
 fn a_trace_that_is_cut_anywhere_yields_its_beginning_and_is_torn() {
     let text = format!("{BEGINNING}f 0\nu 1 s0\nf 1\nsync\nend 9\n");
-    let whole = Trace::parse(&text).expect("valid");
+    let whole = Trace::parse(&text).expect("the text should be valid");
     let first_line = text.find('\n').expect("a line") + 1;
     // A text that is one byte shorter lacks only the last line break, which is optional.
     for cut in first_line..text.len() - 1 {
@@ -362,8 +363,8 @@ fn damaged_bytes_and_endless_lines_are_refused() {
 fn the_longest_name_fits_on_a_line_however_it_is_escaped() {
     let record = Record::from(allocate(0)).with_name(&"\u{1}".repeat(NAME_BYTES_MAX));
     let records = vec![Op::register(StreamId(0)).into(), record];
-    let trace = Trace::new(None, records).expect("consistent");
-    assert_eq!(Trace::parse(&trace.to_text()).expect("valid"), trace);
+    let trace = Trace::new(None, records).expect("the records should be consistent");
+    assert_eq!(Trace::parse(&trace.to_text()).expect("the text should be valid"), trace);
 }
 
 #[test]
@@ -384,7 +385,7 @@ fn a_failing_reader_is_distinguished_from_a_torn_trace() {
 #[test]
 fn a_writer_refuses_invalid_records_and_continues() {
     let mut writer = TraceWriter::new(Vec::new(), None).expect("writing to a vector cannot fail");
-    writer.write(&Op::register(StreamId(0)).into()).expect("consistent");
+    writer.write(&Op::register(StreamId(0)).into()).expect("the records should be consistent");
     let refused = [
         (Op::Free { id: AllocationId(0) }.into(), Inconsistency::UnknownAllocation { id: AllocationId(0) }),
         (Record::from(Op::Sync).with_name("no"), Inconsistency::NotAnAllocation),
@@ -404,8 +405,9 @@ fn a_writer_refuses_invalid_records_and_continues() {
             other => panic!("{other:?}"),
         }
     }
-    writer.write(&allocate(0).into()).expect("consistent");
-    let text = String::from_utf8(writer.finish().expect("writing to a vector cannot fail")).expect("UTF-8");
+    writer.write(&allocate(0).into()).expect("the records should be consistent");
+    let text =
+        String::from_utf8(writer.finish().expect("writing to a vector cannot fail")).expect("the path should be UTF-8");
     assert_eq!(text, "symmalloc-trace 2\nstream s0\na 0 512 s0\nend 2\n");
 }
 
@@ -427,8 +429,8 @@ fn observers_refusals_and_reclaims_survive_a_round_trip() {
         "refuse 512 s0 p1 driver \"kv \\\"cache\\\"\"",
     ];
     let text = format!("symmalloc-trace 1\n{}\nend 12\n", lines.join("\n"));
-    let trace = Trace::parse(&text).expect("valid");
-    assert_eq!(Trace::parse(&trace.to_text()).expect("valid"), trace);
+    let trace = Trace::parse(&text).expect("the text should be valid");
+    assert_eq!(Trace::parse(&trace.to_text()).expect("the text should be valid"), trace);
     let written: Vec<String> = trace.records().iter().map(|record| RecordLine(record).to_string()).collect();
     assert_eq!((&written[2..], written.len()), (&lines.map(String::from)[2..], 12));
     let wrong = |line: &str| {
@@ -455,7 +457,7 @@ fn observers_refusals_and_reclaims_survive_a_round_trip() {
 fn streams_without_an_id_are_not_written() {
     let register = |stream| Op::register(StreamId(stream)).into();
     let trace = Trace::new(None, (0..=StreamId::MAX.0).map(register).collect()).expect("every stream has an id");
-    assert_eq!(Trace::parse(&trace.to_text()).expect("written"), trace);
+    assert_eq!(Trace::parse(&trace.to_text()).expect("the write should succeed"), trace);
     let (_, mut records) = trace.into_parts();
     records.push(register(u16::MAX));
     let error = Trace::new(None, records).expect_err("there is no such id");

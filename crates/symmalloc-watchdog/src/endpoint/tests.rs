@@ -95,7 +95,10 @@ impl Job {
         if acts(&self.processes[0]) {
             match self.processes[at].to_hub.pop_front() {
                 Some(message) => {
-                    self.processes[0].endpoint.receive(ProcessId(at as u32), message, now).expect("within bounds");
+                    self.processes[0]
+                        .endpoint
+                        .receive(ProcessId(at as u32), message, now)
+                        .expect("the message should be within its bounds");
                 }
                 None if self.processes[at].is_dead => {
                     self.processes[0].endpoint.lose(ProcessId(at as u32), &Departure::Closed, now);
@@ -106,7 +109,10 @@ impl Job {
         self.collect();
         if acts(&self.processes[at]) {
             match self.processes[at].from_hub.pop_front() {
-                Some(message) => self.processes[at].endpoint.receive(HUB, message, now).expect("within bounds"),
+                Some(message) => self.processes[at]
+                    .endpoint
+                    .receive(HUB, message, now)
+                    .expect("the message should be within its bounds"),
                 None if self.processes[0].is_dead => {
                     self.processes[at].endpoint.lose(HUB, &Departure::Closed, now);
                 }
@@ -313,7 +319,9 @@ fn a_stopped_hub_is_reported_without_its_answer() {
     assert_eq!((members[0].progress, members[0].still_ms, members[0].silent_ms), (progress, 2_100, 1_600));
     // An old answer of the hub expires.
     let others = vec![Member { rank: 2, ..members[0].clone() }];
-    endpoint.receive(HUB, Message::Told { communicator: id, members: others }, later).expect("within bounds");
+    endpoint
+        .receive(HUB, Message::Told { communicator: id, members: others }, later)
+        .expect("the message should be within its bounds");
     assert_eq!(endpoint.members(id, later).len(), 3);
     assert_eq!(endpoint.members(id, later + Duration::from_secs(2)).len(), 2);
     endpoint.lose(HUB, &Departure::Closed, later);
@@ -393,7 +401,9 @@ fn a_rank_that_leaves_before_a_collective_of_the_others_is_reported() {
 fn a_rank_that_joins_after_the_hub_died_is_notified() {
     let of = |rank| RankId { communicator: CommunicatorId(7), rank };
     let mut endpoint = Endpoint::new(ProcessId(1), 2, Duration::ZERO);
-    endpoint.receive(HUB, Message::Joined { rank: of(0) }, Duration::ZERO).expect("within bounds");
+    endpoint
+        .receive(HUB, Message::Joined { rank: of(0) }, Duration::ZERO)
+        .expect("the message should be within its bounds");
     endpoint.lose(HUB, &Departure::Closed, Duration::ZERO);
     endpoint.take_events();
     endpoint.join(of(1), Duration::ZERO);
@@ -405,10 +415,12 @@ fn a_rank_that_joins_after_the_hub_died_is_notified() {
 fn a_rank_that_joins_after_the_hub_failed_is_notified() {
     let of = |rank| RankId { communicator: CommunicatorId(7), rank };
     let mut endpoint = Endpoint::new(ProcessId(1), 2, Duration::ZERO);
-    endpoint.receive(HUB, Message::Joined { rank: of(0) }, Duration::ZERO).expect("within bounds");
+    endpoint
+        .receive(HUB, Message::Joined { rank: of(0) }, Duration::ZERO)
+        .expect("the message should be within its bounds");
     endpoint
         .receive(HUB, Message::RankFailed { rank: of(0), report: broken() }, Duration::ZERO)
-        .expect("within bounds");
+        .expect("the message should be within its bounds");
     endpoint.join(of(1), Duration::ZERO);
     assert_eq!(endpoint.take_events(), [PeerEvent::Failed { rank: of(0), report: broken() }]);
 }

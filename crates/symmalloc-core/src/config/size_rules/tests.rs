@@ -4,7 +4,8 @@ use super::*;
 use crate::config::policy::FixedSegments;
 
 fn fixed(knobs: FixedSegments) -> SizeRules {
-    let config = PoolConfig::builder().segments(SegmentPolicy::Fixed(knobs)).build().expect("valid");
+    let config =
+        PoolConfig::builder().segments(SegmentPolicy::Fixed(knobs)).build().expect("the configuration should be valid");
     SizeRules::new(&config, 2 * MIB)
 }
 
@@ -63,7 +64,7 @@ fn an_unsplit_block_is_a_segment_of_whole_granules_and_serves_its_own_size_alone
 #[test]
 fn power_of_two_divisions_round_as_in_pytorchs_documentation() {
     // "with divisions 4, a request of 1200 is rounded up to 1280": 1024 + 256.
-    let four = RoundupPower2Divisions::uniform(4).expect("valid");
+    let four = RoundupPower2Divisions::uniform(4).expect("the input should be valid");
     assert_eq!(round_to_division(1200 * KIB, four), 1280 * KIB);
     assert_eq!(round_to_division(1024 * KIB, four), 1024 * KIB);
     assert_eq!(round_to_division(1, four), 512);

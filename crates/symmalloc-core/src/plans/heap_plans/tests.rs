@@ -43,7 +43,8 @@ impl Job {
             wanted: StepAllocation { stream: S0, requested_bytes: mib * MIB, until: Some(until) },
             offset_bytes: Some(0),
         };
-        let plan = Plan::new(KEY, HEAP.group, mib.iter().zip(1..).map(planned).collect()).expect("valid");
+        let plan = Plan::new(KEY, HEAP.group, mib.iter().zip(1..).map(planned).collect())
+            .expect("the arguments should be valid");
         let inputs = PlanInputs { heap: HEAP, config: &job.config, rules: job.arena.rules() };
         let prepared = job.plans.prepare_with(plan, inputs).expect("it fits the pool");
         assert_eq!((prepared.memory_bytes(), prepared.streams()), (5 * MIB, &[S0][..]));
@@ -183,7 +184,7 @@ fn a_step_that_occurs_twice_is_planned_and_the_third_follows() {
         assert!(matches!(job.step, Step::Learning { .. }));
         for requested in [3 * MIB, 5 * MIB] {
             let size = job.arena.rules().block_size(requested);
-            let free = job.arena.best_fit(size).expect("memory is free");
+            let free = job.arena.best_fit(size).expect("a free block should be large enough");
             let state = BlockState::Allocated { stream: S0, requested, serial: NonZeroU64::MIN };
             let (slot, _) = job.arena.take_front(free, size, state);
             job.plans.note_logged((S0, requested), slot);

@@ -17,7 +17,7 @@ fn serials_are_unique_and_a_heap_recognizes_its_own() {
     assert!(other.gave(given[1]) && !other.gave(given[0]));
     assert!(!one.gave(given[5].checked_add(1).expect("small")), "the serial is not assigned yet");
     assert!(
-        !one.gave(NonZeroU64::new(given[0].get() - 1).expect("not zero")),
+        !one.gave(NonZeroU64::new(given[0].get() - 1).expect("the number should not be zero")),
         "the first serial of a range is never assigned"
     );
 }

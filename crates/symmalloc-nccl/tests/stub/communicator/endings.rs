@@ -11,9 +11,9 @@ use symmalloc_nccl::{
 };
 
 nccl_test!(a_rank_that_never_arrives_is_an_error_within_the_deadline, {
-    let device = CudaDevice::new(0).expect("a stub device");
+    let device = CudaDevice::new(0).expect("the stub should have a device");
     for (is_blocking, expected) in [(true, CommState::Lost), (false, CommState::Aborted)] {
-        let id = UniqueId::new().expect("an id");
+        let id = UniqueId::new().expect("NCCL should create an id");
         let builder = builder(&device).deadline(*SHORT);
         let builder = if is_blocking { builder } else { builder.nonblocking() };
         let since = Instant::now();
@@ -142,7 +142,7 @@ nccl_test!(a_lost_communicator_is_aborted_when_its_call_returns, Library::StubWi
             rank.meet();
             if rank.number() == 1 {
                 // The missing rank now registers, which ends the call of rank 0's thread.
-                let _window = rank.register(base).expect("a window");
+                let _window = rank.register(base).expect("the memory should have a window");
             } else {
                 until(|| rank.comm.state() == CommState::Aborted);
                 assert!(matches!(rank.comm.cause(), Some(CommError::Deadline { .. })));
@@ -163,8 +163,10 @@ fn handlers_run_after_an_abort_of(ms: u64) -> bool {
     let [child] = &stub_process::ranks(1, &[], |_| {
         // SAFETY: the function neither unwinds nor exits, and stays loaded.
         assert_eq!(unsafe { libc::atexit(handler) }, 0);
-        let device = CudaDevice::new(0).expect("a stub device");
-        let comm = builder(&device).connect(UniqueId::new().expect("an id"), 0, 1).expect("connected");
+        let device = CudaDevice::new(0).expect("the stub should have a device");
+        let comm = builder(&device)
+            .connect(UniqueId::new().expect("NCCL should create an id"), 0, 1)
+            .expect("the connection should succeed");
         nccl::slow("ncclCommAbort", None, 1, ms);
         std::thread::spawn(move || comm.abort());
         until(|| nccl::calls("ncclCommAbort") == 1);
@@ -196,10 +198,12 @@ nccl_test!(threads_that_share_a_communicator_call_one_at_a_time, {
             let _exit = ExitOnPanic;
             for _ in 0..3 {
                 scope.spawn(|| {
-                    let stream = rank.comm.device().context().new_stream().expect("a stream");
-                    let mut buffer = rank.allocator.alloc_zeroed::<f32>(&stream, 8).expect("memory is available");
+                    let stream = rank.comm.device().context().new_stream().expect("the driver should create a stream");
+                    let mut buffer = rank.allocator.alloc_zeroed::<f32>(&stream, 8).expect("memory should suffice");
                     for _ in 0..50 {
-                        rank.comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &stream).expect("submitted");
+                        rank.comm
+                            .all_reduce_in_place(&mut buffer, ReduceOp::Sum, &stream)
+                            .expect("the work should be submitted");
                         let registration = rank.comm.register_buffer(base, 4096).expect("buffers can be in any memory");
                         rank.comm.deregister_buffer(registration).expect("the buffer is registered");
                     }
@@ -224,7 +228,7 @@ nccl_test!(abort_unblocks_another_thread_inside_a_call, {
                 let registering = scope.spawn(|| rank.register(base).map(|_| ()));
                 std::thread::sleep(Duration::from_millis(100));
                 let since = Instant::now();
-                rank.comm.abort().expect("ended");
+                rank.comm.abort().expect("the communicator should end");
                 assert!(since.elapsed() < Duration::from_secs(4), "{:?}", since.elapsed());
                 let outcome = registering.join().expect("the thread does not panic");
                 let expected = CommError::Gone { name: "world".into(), state: CommState::Aborted, cause: None };
@@ -239,9 +243,9 @@ nccl_test!(abort_unblocks_another_thread_inside_a_call, {
 nccl_test!(abort_deregisters_windows_if_revoke_is_supported, {
     in_both_modes(2, |rank| {
         let (_allocation, base) = rank.segment();
-        let _window = rank.register(base).expect("a window");
+        let _window = rank.register(base).expect("the memory should have a window");
         rank.meet();
-        rank.comm.abort().expect("ended");
+        rank.comm.abort().expect("the communicator should end");
         assert_eq!(rank.comm.state(), CommState::Aborted);
         rank.meet();
         assert_eq!((nccl::live().windows, nccl::live().kept_rounds, nccl::live().communicators), (0, 0, 0));
@@ -256,7 +260,7 @@ type GiveBack = fn(&Communicator, Window, BufferRegistration) -> Result<(), Comm
 fn given_back_once(call: &str, give_back: GiveBack) {
     in_both_modes(2, |rank| {
         let (_allocation, base) = rank.segment();
-        let window = rank.register(base).expect("a window");
+        let window = rank.register(base).expect("the memory should have a window");
         let buffer = rank.comm.register_buffer(base, 4096).expect("buffers can be in any memory");
         rank.meet();
         if rank.number() == 0 {
@@ -266,13 +270,13 @@ fn given_back_once(call: &str, give_back: GiveBack) {
                 let _exit = ExitOnPanic;
                 let giving_back = scope.spawn(|| give_back(&rank.comm, window, buffer));
                 until(|| nccl::calls(call) != before);
-                rank.comm.abort().expect("ended");
+                rank.comm.abort().expect("the communicator should end");
                 let outcome = giving_back.join().expect("the thread does not panic");
                 assert!(matches!(outcome, Err(CommError::Gone { .. })), "{outcome:?}");
             });
         }
         rank.meet();
-        rank.comm.abort().expect("ended");
+        rank.comm.abort().expect("the communicator should end");
         rank.meet();
         assert_eq!((nccl::live().windows, nccl::live().buffers, nccl::live().communicators), (0, 0, 0));
         rank.meet();
@@ -290,7 +294,7 @@ fn window_that_is_refused(mode: impl Fn(CommunicatorBuilder) -> CommunicatorBuil
         |builder| mode(builder.watchdog(WatchdogMode::Off)),
         |rank| {
             let (_allocation, base) = rank.segment();
-            let window = rank.register(base).expect("a window");
+            let window = rank.register(base).expect("the memory should have a window");
             rank.meet();
             if rank.number() == 0 {
                 nccl::fail("ncclCommWindowDeregister", Some(0), 1, 1);
@@ -301,7 +305,7 @@ fn window_that_is_refused(mode: impl Fn(CommunicatorBuilder) -> CommunicatorBuil
             assert_eq!(rank.comm.state() == CommState::Ready, rank.number() != 0);
             rank.meet();
             if rank.number() == 1 {
-                rank.comm.abort().expect("ended");
+                rank.comm.abort().expect("the communicator should end");
             }
             rank.meet();
             assert_eq!((nccl::live().windows, nccl::live().kept_rounds, nccl::live().leaked), (0, 0, 0));
@@ -319,7 +323,7 @@ nccl_test!(a_window_that_cannot_be_deregistered_ends_with_its_communicator, {
 nccl_test!(the_end_of_a_refused_window_ends_the_other_rank_too, {
     in_both_modes(2, |rank| {
         let (_allocation, base) = rank.segment();
-        let window = rank.register(base).expect("a window");
+        let window = rank.register(base).expect("the memory should have a window");
         rank.meet();
         if rank.number() == 0 {
             nccl::fail("ncclCommWindowDeregister", Some(0), 1, 1);
@@ -389,7 +393,7 @@ nccl_test!(an_argument_that_nccl_refuses_does_not_end_the_communicator, {
         );
         assert_eq!(rank.comm.state(), CommState::Ready);
         rank.meet();
-        rank.comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &rank.stream).expect("submitted");
+        rank.comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &rank.stream).expect("the work should be submitted");
         assert_eq!(rank.read(&buffer), [2.0]);
     });
     nccl::assert_clean();
@@ -408,13 +412,15 @@ nccl_test!(a_failed_registration_ends_the_communicator, {
 });
 
 nccl_test!(a_failed_connection_leaves_nothing, {
-    let device = CudaDevice::new(0).expect("a stub device");
+    let device = CudaDevice::new(0).expect("the stub should have a device");
     nccl::fail("ncclCommInitRankConfig", None, 1, 2);
-    let id = UniqueId::new().expect("an id");
+    let id = UniqueId::new().expect("NCCL should create an id");
     let refused = builder(&device).connect(id, 0, 1).map(|_| ());
     assert!(matches!(&refused, Err(CommError::Nccl(NcclError { code: 2, .. }))), "{refused:?}");
     assert_eq!(nccl::live().communicators, 0);
-    builder(&device).connect(UniqueId::new().expect("an id"), 0, 1).expect("the device connects again");
+    builder(&device)
+        .connect(UniqueId::new().expect("NCCL should create an id"), 0, 1)
+        .expect("the device connects again");
 });
 
 nccl_test!(a_first_collective_that_waits_for_ranks_ends_at_the_deadline, ["STUB_NCCL_CONNECT_BLOCKS" = "1"], {
@@ -440,7 +446,7 @@ nccl_test!(a_silent_rank_exceeds_the_deadline, {
         2,
         |builder| builder.deadline(*SHORT),
         |rank| {
-            let transport = NcclTransport::new(&rank.comm).expect("memory is available");
+            let transport = NcclTransport::new(&rank.comm).expect("memory should suffice");
             if rank.number() == 0 {
                 let since = Instant::now();
                 let gathered = transport.all_gather(&[1; 64]);
@@ -461,11 +467,11 @@ nccl_test!(a_gather_that_ends_without_a_message_names_the_rank, {
     ranks(3, |rank| {
         if rank.number() == 2 {
             // An aborted kernel leaves a slot that no rank wrote: 64 bytes and the transport's seal.
-            let nothing = rank.allocator.alloc_zeroed::<u8>(&rank.stream, 72).expect("memory is available");
-            let mut all = rank.allocator.alloc_zeroed::<u8>(&rank.stream, 3 * 72).expect("memory is available");
-            rank.comm.all_gather(&nothing, &mut all, &rank.stream).expect("submitted");
+            let nothing = rank.allocator.alloc_zeroed::<u8>(&rank.stream, 72).expect("memory should suffice");
+            let mut all = rank.allocator.alloc_zeroed::<u8>(&rank.stream, 3 * 72).expect("memory should suffice");
+            rank.comm.all_gather(&nothing, &mut all, &rank.stream).expect("the work should be submitted");
         } else {
-            let transport = NcclTransport::new(&rank.comm).expect("memory is available");
+            let transport = NcclTransport::new(&rank.comm).expect("memory should suffice");
             // The other rank may have detected the failure first and notified this one.
             let gathered = transport.all_gather(&[1; 64]);
             assert!(matches!(gathered, Err(TransportError::RankLost { .. })), "{gathered:?}");

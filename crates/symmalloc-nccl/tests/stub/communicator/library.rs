@@ -61,7 +61,7 @@ nccl_test!(
             let buffer = rank.comm.register_buffer(base, 4096).expect("buffers can be in any memory");
             rank.comm.deregister_buffer(buffer).expect("the buffer is registered");
             let mut sum = rank.buffer(&[1.0]);
-            rank.comm.all_reduce_in_place(&mut sum, ReduceOp::Sum, &rank.stream).expect("submitted");
+            rank.comm.all_reduce_in_place(&mut sum, ReduceOp::Sum, &rank.stream).expect("the work should be submitted");
             assert_eq!(rank.read(&sum), [2.0]);
         });
         nccl::assert_clean();

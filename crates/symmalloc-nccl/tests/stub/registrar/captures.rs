@@ -26,12 +26,12 @@ nccl_test!(a_sync_registers_and_deregisters, {
     Job::new(2).run(|it| {
         let pool = it.attached_pool();
         let large = it.take(&pool, 30 * MIB);
-        it.registrar.sync(&[&it.world]).expect("the ranks agree");
+        it.registrar.sync(&[&it.world]).expect("the ranks should agree");
         all_while_captured(it, || {
             let _other = it.take(&pool, 20 * MIB);
             drop(large);
             it.trim(&pool);
-            let synced = it.registrar.sync(&[&it.world]).expect("the ranks agree");
+            let synced = it.registrar.sync(&[&it.world]).expect("the ranks should agree");
             assert_eq!((synced.registrations, synced.deregistrations, synced.released_bytes), (1, 1, 30 * MIB));
         });
     });
@@ -42,11 +42,11 @@ nccl_test!(a_pool_sleeps_and_wakes, {
     Job::new(2).run(|it| {
         let pool = it.attached_pool();
         let mut tensor = it.take(&pool, 30 * MIB);
-        it.registrar.sync(&[&it.world]).expect("the ranks agree");
+        it.registrar.sync(&[&it.world]).expect("the ranks should agree");
         all_while_captured(it, || {
             for contents in [Contents::Keep, Contents::Drop] {
-                it.registrar.sleep(&it.world, pool.id(), contents).expect("all ranks sleep");
-                it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
+                it.registrar.sleep(&it.world, pool.id(), contents).expect("all ranks should sleep together");
+                it.registrar.wake(&it.world, pool.id()).expect("all ranks should wake together");
             }
         });
         it.reduce_right(&it.world, &mut tensor);
@@ -59,9 +59,10 @@ nccl_test!(communicators_are_created_awaited_and_destroyed, {
         let pool = it.attached_pool();
         let tensor = it.take(&pool, MIB);
         all_while_captured(it, || {
-            let part = it.world.split(Some(0), 0).expect("all ranks split").expect("with a color");
-            it.registrar.attach(&part, &[pool.id()], it.windows()).expect("shareable");
-            it.registrar.sync(&[&part]).expect("the ranks agree");
+            let part =
+                it.world.split(Some(0), 0).expect("all ranks should split").expect("the rank should be in a part");
+            it.registrar.attach(&part, &[pool.id()], it.windows()).expect("the memory should be registrable");
+            it.registrar.sync(&[&part]).expect("the ranks should agree");
             part.synchronize(&it.stream).expect("nothing runs");
             part.destroy().expect("ready");
         });
@@ -75,9 +76,9 @@ nccl_test!(an_abort_deregisters_windows_only_after_the_devices_work, {
     Job::new(1).run(|it| {
         let pool = it.attached_pool();
         let _tensor = it.take(&pool, MIB);
-        let part = it.world.split(Some(0), 0).expect("all ranks split").expect("with a color");
-        it.registrar.attach(&part, &[pool.id()], it.windows()).expect("shareable");
-        it.registrar.sync(&[&part]).expect("the ranks agree");
+        let part = it.world.split(Some(0), 0).expect("all ranks should split").expect("the rank should be in a part");
+        it.registrar.attach(&part, &[pool.id()], it.windows()).expect("the memory should be registrable");
+        it.registrar.sync(&[&part]).expect("the ranks should agree");
         let (aborting, captured) = while_captured(0, || {
             let part = part.clone();
             let aborting = std::thread::spawn(move || part.abort());

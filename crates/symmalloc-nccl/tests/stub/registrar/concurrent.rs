@@ -26,7 +26,7 @@ fn overlap<C: Send, M>(
         let made = meanwhile();
         assert!(!held.is_finished(), "the calls do not overlap");
         release();
-        (held.join().expect("no panic"), made)
+        (held.join().expect("the thread should not panic"), made)
     })
 }
 
@@ -50,7 +50,7 @@ impl Rank {
 
 /// Splits a communicator with the same ranks off the world.
 fn split(it: &Rank) -> Communicator {
-    it.world.split(Some(0), 0).expect("all ranks split").expect("with a color")
+    it.world.split(Some(0), 0).expect("all ranks should split").expect("the rank should be in a part")
 }
 
 nccl_test!(
@@ -61,24 +61,28 @@ nccl_test!(
         Job::new(2).run(|it| {
             let (registrar, other, pool) = (&it.registrar, split(it), it.attached_pool());
             let beside = it.pool();
-            registrar.attach(&other, &[beside.id()], Registration::Windows).expect("symmetric and shareable");
+            registrar
+                .attach(&other, &[beside.id()], Registration::Windows)
+                .expect("the pool should be symmetric and registrable");
             let mut tensors = [it.take(&pool, 20 * MIB), it.take(&beside, 20 * MIB)];
-            registrar.sync(&[&other]).expect("the ranks agree");
+            registrar.sync(&[&other]).expect("the ranks should agree");
             let sleep_and_wake = || {
-                let slept = registrar.sleep(&other, beside.id(), Contents::Drop).expect("all ranks sleep");
-                let woken = registrar.wake(&other, beside.id()).expect("all ranks wake");
+                let slept =
+                    registrar.sleep(&other, beside.id(), Contents::Drop).expect("all ranks should sleep together");
+                let woken = registrar.wake(&other, beside.id()).expect("all ranks should wake together");
                 (slept.deregistrations, slept.memory.released_bytes, woken.registrations, woken.changed.len())
             };
 
-            let sync = || registrar.sync(&[&it.world]).expect("the ranks agree");
+            let sync = || registrar.sync(&[&it.world]).expect("the ranks should agree");
             let (synced, slept) = it.held_by_peers(sync, sleep_and_wake);
             assert_eq!((synced.registrations, slept), (1, (1, 20 * MIB, 1, 0)));
 
-            let sleep = || registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
+            let sleep =
+                || registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks should sleep together");
             let (slept, more) = it.held_by_peers(sleep, || {
                 assert_eq!(registrar.phase(pool.id()), Ok(Phase::Awake), "before the ranks decide");
                 let more = it.take(&beside, 30 * MIB);
-                assert_eq!(registrar.sync(&[&other]).expect("the ranks agree").registrations, 1);
+                assert_eq!(registrar.sync(&[&other]).expect("the ranks should agree").registrations, 1);
                 it.offset_of(&other, &more);
                 more
             });
@@ -86,14 +90,16 @@ nccl_test!(
             drop(more);
             it.trim(&beside);
 
-            let wake = || registrar.wake(&it.world, pool.id()).expect("all ranks wake");
+            let wake = || registrar.wake(&it.world, pool.id()).expect("all ranks should wake together");
             let (woken, synced) = it.held_by_peers(wake, || {
                 assert_eq!(registrar.phase(pool.id()), Ok(Phase::Asleep));
                 // Creates and destroys a communicator.
                 let next = it.connect("next", &shared);
-                registrar.attach(&next, &[beside.id()], Registration::Windows).expect("symmetric and shareable");
-                let synced = registrar.sync(&[&next, &other]).expect("the ranks agree");
-                next.destroy().expect("idle");
+                registrar
+                    .attach(&next, &[beside.id()], Registration::Windows)
+                    .expect("the pool should be symmetric and registrable");
+                let synced = registrar.sync(&[&next, &other]).expect("the ranks should agree");
+                next.destroy().expect("the communicator should be idle");
                 registrar.sweep();
                 synced
             });
@@ -103,7 +109,7 @@ nccl_test!(
             assert_eq!((stats.communicators, stats.windows, stats.window_bytes), (2, 2, 40 * MIB));
             it.reduce_right(&it.world, &mut tensors[0]);
             it.reduce_right(&other, &mut tensors[1]);
-            other.destroy().expect("idle");
+            other.destroy().expect("the communicator should be idle");
         });
         nothing_is_left();
     }
@@ -113,7 +119,7 @@ nccl_test!(memory_that_comes_and_goes_during_a_sync_waits_for_the_next_one, {
     Job::new(2).run(|it| {
         let (registrar, pool) = (&it.registrar, it.attached_pool());
         let old = it.take(&pool, 30 * MIB);
-        registrar.sync(&[&it.world]).expect("the ranks agree");
+        registrar.sync(&[&it.world]).expect("the ranks should agree");
         let kept = it.take(&pool, 40 * MIB);
         let change = || {
             drop(old);
@@ -121,7 +127,7 @@ nccl_test!(memory_that_comes_and_goes_during_a_sync_waits_for_the_next_one, {
             assert_eq!(it.trim(&pool), 0, "a window covers the dead segment");
             new
         };
-        let sync = || registrar.sync(&[&it.world]).expect("the ranks agree");
+        let sync = || registrar.sync(&[&it.world]).expect("the ranks should agree");
         // Rank 0 changes its memory inside the sync, and rank 1 after it.
         let (synced, new) = if it.rank == 0 {
             it.held_by_peers(sync, || {
@@ -136,7 +142,7 @@ nccl_test!(memory_that_comes_and_goes_during_a_sync_waits_for_the_next_one, {
             (synced, change())
         };
         assert_eq!((synced.registrations, synced.deregistrations, synced.released_bytes), (1, 0, 0));
-        let synced = registrar.sync(&[&it.world]).expect("the ranks agree");
+        let synced = registrar.sync(&[&it.world]).expect("the ranks should agree");
         assert_eq!((synced.registrations, synced.deregistrations, synced.released_bytes), (1, 1, 30 * MIB));
         [kept, new].iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
         let stats = registrar.stats();
@@ -151,15 +157,15 @@ nccl_test!(calls_over_the_communicators_of_a_sleep_wait_for_it, ["STUB_NCCL_REUS
         let (registrar, other) = (&it.registrar, split(it));
         let pools = [it.attached_pool(), it.attached_pool()];
         let both = pools.each_ref().map(symmalloc_cuda::Pool::id);
-        registrar.attach(&other, &both, Registration::Windows).expect("symmetric and shareable");
+        registrar.attach(&other, &both, Registration::Windows).expect("the pool should be symmetric and registrable");
         let tensors = pools.each_ref().map(|pool| it.take(pool, 20 * MIB));
-        registrar.sync(&[&it.world, &other]).expect("one rank agrees");
+        registrar.sync(&[&it.world, &other]).expect("a single rank should agree");
         let new = it.take(&pools[1], 30 * MIB);
         let sleep = |over: &Communicator, pool: usize| registrar.sleep(over, both[pool], Contents::Drop);
         // A sleep makes this query before it locks its communicators, and again after the ranks have agreed.
         let queries = || cuda::calls("cuStreamGetCaptureInfo_v2");
         let before = queries();
-        assert!(!it.allocator.is_capturing().expect("no faults"));
+        assert!(!it.allocator.is_capturing().expect("no fault should be injected"));
         let (start, per_query) = (queries(), queries() - before);
         let work = cuda::hold(it.stream.cu_stream() as u64);
         std::thread::scope(|scope| {
@@ -178,18 +184,22 @@ nccl_test!(calls_over_the_communicators_of_a_sleep_wait_for_it, ["STUB_NCCL_REUS
             assert!(registrar.window_of(&other, &tensors[0]).is_ok(), "lookups do not wait");
             assert_eq!(registrar.sweep(), 0, "a sweep does not wait");
             drop(work);
-            let [first, again, crossed] =
-                [first, again, crossed].map(|call| call.join().expect("no panic").expect("one rank sleeps"));
+            let [first, again, crossed] = [first, again, crossed]
+                .map(|call| call.join().expect("the thread should not panic").expect("a single rank should sleep"));
             assert_eq!((first.deregistrations, first.memory.released_bytes), (2, 20 * MIB));
             assert_eq!((again.deregistrations, again.memory.released_bytes), (0, 0), "it already slept");
             assert_eq!((crossed.deregistrations, crossed.memory.released_bytes), (2, 50 * MIB));
         });
         for pool in both {
-            assert_eq!(registrar.wake(&it.world, pool).expect("one rank wakes").registrations, 2);
+            assert_eq!(registrar.wake(&it.world, pool).expect("a single rank should wake").registrations, 2);
         }
-        assert_eq!(registrar.sync(&[&it.world, &other]).expect("one rank agrees").registrations, 2, "the new segment");
+        assert_eq!(
+            registrar.sync(&[&it.world, &other]).expect("a single rank should agree").registrations,
+            2,
+            "the new segment"
+        );
         it.offset_of(&other, &new);
-        other.destroy().expect("idle");
+        other.destroy().expect("the communicator should be idle");
     });
     nothing_is_left();
 });
@@ -197,13 +207,15 @@ nccl_test!(calls_over_the_communicators_of_a_sleep_wait_for_it, ["STUB_NCCL_REUS
 nccl_test!(a_communicator_that_is_destroyed_during_a_sleep_is_left_out_of_the_wake, {
     Job::new(1).run(|it| {
         let (registrar, other, pool) = (&it.registrar, split(it), it.attached_pool());
-        registrar.attach(&other, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
+        registrar
+            .attach(&other, &[pool.id()], Registration::Windows)
+            .expect("the pool should be symmetric and registrable");
         let mut tensor = it.take(&pool, 20 * MIB);
-        registrar.sync(&[&it.world, &other]).expect("one rank agrees");
+        registrar.sync(&[&it.world, &other]).expect("a single rank should agree");
         let work = cuda::hold(it.stream.cu_stream() as u64);
-        let sleep = || registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("one rank sleeps");
+        let sleep = || registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("a single rank should sleep");
         let destroy = || {
-            other.destroy().expect("idle");
+            other.destroy().expect("the communicator should be idle");
             assert_eq!((other.state(), registrar.sweep()), (CommState::Destroyed, 0), "the sleep has locked it");
         };
         let (slept, ()) = overlap(sleep, destroy, || drop(work));
@@ -212,7 +224,7 @@ nccl_test!(a_communicator_that_is_destroyed_during_a_sleep_is_left_out_of_the_wa
             (1, 20 * MIB),
             "the other window ended earlier"
         );
-        let woken = registrar.wake(&it.world, pool.id()).expect("one rank wakes");
+        let woken = registrar.wake(&it.world, pool.id()).expect("a single rank should wake");
         assert_eq!((woken.registrations, woken.lost), (1, Vec::<String>::new()), "all ranks know that it ended");
         it.reduce_right(&it.world, &mut tensor);
     });

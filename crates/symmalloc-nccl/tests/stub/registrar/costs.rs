@@ -11,10 +11,10 @@ const CALLS: u32 = 100_000;
 nccl_test!(a_sync_with_nothing_new_takes_nanoseconds, {
     Job::new(1).quiet().run(|it| {
         // Set up two pools on two communicators, with heaps and windows.
-        let other = it.world.split(Some(0), 0).expect("one rank").expect("with a color");
+        let other = it.world.split(Some(0), 0).expect("one rank should suffice").expect("the rank should be in a part");
         let pools = [it.attached_pool(), it.attached_pool()];
         let ids = pools.each_ref().map(Pool::id);
-        it.registrar.attach(&other, &ids, it.windows()).expect("symmetric and shareable");
+        it.registrar.attach(&other, &ids, it.windows()).expect("the pool should be symmetric and registrable");
         let kept: Vec<_> = (0..32).map(|index| it.take(&pools[index % 2], 30 * MIB)).collect();
         for comms in [&[&it.world] as &[_], &[&it.world, &other]] {
             it.registrar.sync(comms).expect("one rank agrees with itself");

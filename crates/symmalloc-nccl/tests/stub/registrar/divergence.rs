@@ -31,7 +31,7 @@ fn injected(
 
 fn cause(errors: &[SyncError]) -> Cause {
     let SyncError::Disagreed { disagreement, .. } = &errors[0] else { panic!("{}", errors[0]) };
-    let first = disagreement.first_heap().expect("a heap differs");
+    let first = disagreement.first_heap().expect("a heap should differ");
     assert!(first.groups.iter().any(|group| group.ranks.to_string() == "1"), "{disagreement}");
     first.cause
 }
@@ -66,7 +66,7 @@ nccl_test!(memory_that_one_rank_is_refused_is_reported_on_all, {
         // The ranks allocate one after the other, so that only rank 1 runs out of memory.
         let take = || it.allocator.with_pool(pool).alloc_zeroed::<f32>(&it.stream, 30 << 18);
         if it.rank == 0 {
-            tensors.push(take().expect("the allocation fits"));
+            tensors.push(take().expect("the allocation should fit"));
             it.meet();
             it.meet();
         } else {
@@ -122,10 +122,12 @@ nccl_test!(a_rank_that_compares_alone_is_reported_on_all, {
 nccl_test!(a_difference_from_before_a_sync_of_other_ranks_is_named, {
     for syncs in 0..3 {
         let outcomes = Job::new(3).run(|it| {
-            let pair = it.world.split((it.rank < 2).then_some(0), 0).expect("all ranks split");
+            let pair = it.world.split((it.rank < 2).then_some(0), 0).expect("all ranks should split");
             let pool = it.attached_pool();
             if let Some(pair) = &pair {
-                it.registrar.attach(pair, &[pool.id()], it.windows()).expect("symmetric and shareable");
+                it.registrar
+                    .attach(pair, &[pool.id()], it.windows())
+                    .expect("the pool should be symmetric and registrable");
             }
             let mut tensors = vec![it.take(&pool, MIB)];
             it.registrar.sync(&[&it.world]).expect("the ranks agree so far");
@@ -138,12 +140,12 @@ nccl_test!(a_difference_from_before_a_sync_of_other_ranks_is_named, {
             let error = it.registrar.sync(&[&it.world]).expect_err("the third rank differs");
             drop(tensors);
             if let Some(pair) = pair {
-                pair.destroy().expect("idle");
+                pair.destroy().expect("the communicator should be idle");
             }
             error
         });
         let SyncError::Disagreed { disagreement, .. } = &outcomes[0] else { panic!("{}", outcomes[0]) };
-        let first = disagreement.first_heap().expect("a heap differs");
+        let first = disagreement.first_heap().expect("a heap should differ");
         assert_eq!(first.cause, Cause::DifferentRequest, "after {syncs} syncs of two ranks: {disagreement}");
         assert!(first.groups.iter().any(|group| group.ranks.to_string() == "2"), "{disagreement}");
         assert!(outcomes.iter().all(|error| *error == outcomes[0]), "all ranks have the same report");
@@ -169,7 +171,9 @@ nccl_test!(pools_that_are_attached_on_some_ranks_only_are_reported_on_all, {
     let outcomes = Job::new(2).run(|it| {
         let (pool, other) = (it.attached_pool(), it.pool());
         if it.rank == 1 {
-            it.registrar.attach(&it.world, &[other.id()], it.windows()).expect("symmetric and shareable");
+            it.registrar
+                .attach(&it.world, &[other.id()], it.windows())
+                .expect("the pool should be symmetric and registrable");
         }
         let _tensor = it.take(&pool, MIB);
         it.registrar.sync(&[&it.world]).expect_err("they differ")
@@ -185,7 +189,7 @@ nccl_test!(a_missing_rank_is_an_error_on_the_others_within_the_deadline, {
     Job::new(3).impatient().run(|it| {
         let pool = it.attached_pool();
         let tensor = it.take(&pool, 30 * MIB);
-        it.registrar.sync(&[&it.world]).expect("the ranks agree");
+        it.registrar.sync(&[&it.world]).expect("the ranks should agree");
         drop(tensor);
         it.trim(&pool);
         if it.rank == 1 {
@@ -208,10 +212,12 @@ nccl_test!(a_missing_rank_is_an_error_on_the_others_within_the_deadline, {
 
 nccl_test!(a_rank_that_dies_is_an_error_on_the_others_and_other_communicators_continue, {
     Job::new(3).impatient().run(|it| {
-        let rest = it.world.split((it.rank != 2).then_some(0), 0).expect("all ranks split");
+        let rest = it.world.split((it.rank != 2).then_some(0), 0).expect("all ranks should split");
         let pool = it.attached_pool();
         if let Some(rest) = &rest {
-            it.registrar.attach(rest, &[pool.id()], it.windows()).expect("symmetric and shareable");
+            it.registrar
+                .attach(rest, &[pool.id()], it.windows())
+                .expect("the pool should be symmetric and registrable");
         }
         let mut tensor = it.take(&pool, 30 * MIB);
         it.meet();
@@ -226,7 +232,7 @@ nccl_test!(a_rank_that_dies_is_an_error_on_the_others_and_other_communicators_co
         it.reduce_right(&rest, &mut tensor);
         drop(tensor);
         it.trim(&pool);
-        assert_eq!(it.registrar.sync(&[&rest]).expect("the ranks agree").released_bytes, 30 * MIB);
+        assert_eq!(it.registrar.sync(&[&rest]).expect("the ranks should agree").released_bytes, 30 * MIB);
         it.meet();
     });
     nccl::assert_clean();
@@ -294,7 +300,7 @@ nccl_test!(each_argument_of_a_checked_collective_is_compared, {
         let pool = it.attached_pool();
         let from = [(); 4].map(|()| it.take(&pool, MIB));
         let mut to = it.take(&pool, MIB);
-        it.registrar.sync(&[&it.world]).expect("the ranks agree");
+        it.registrar.sync(&[&it.world]).expect("the ranks should agree");
         let checked = it.registrar.checked(&it.world);
         for (what, one, other) in CALLS {
             for call in [one, other] {
@@ -305,7 +311,7 @@ nccl_test!(each_argument_of_a_checked_collective_is_compared, {
             let SyncError::OffsetsDiffer { difference, .. } = &error else { panic!("{what}: {error}") };
             assert_eq!(difference.groups.len(), 2, "{what}");
         }
-        it.stream.synchronize().expect("done");
+        it.stream.synchronize().expect("the work should complete");
     });
     nothing_is_left();
 });
@@ -314,7 +320,7 @@ nccl_test!(buffers_that_differ_are_reported_before_the_collective_runs, {
     let outcomes = Job::new(3).checking_offsets().run(|it| {
         let pool = it.attached_pool();
         let mut tensors = [it.take(&pool, MIB), it.take(&pool, MIB)];
-        it.registrar.sync(&[&it.world]).expect("the ranks agree");
+        it.registrar.sync(&[&it.world]).expect("the ranks should agree");
         let checked = it.registrar.checked(&it.world);
         let [one, other] = &mut tensors;
         checked.all_reduce_in_place(one, ReduceOp::Sum, &it.stream).expect("all ranks pass the same buffer");

@@ -49,20 +49,20 @@ nccl_test!(windows_and_communicators_are_traced_with_stable_names_and_fields, {
     Job::new(2).quiet().run(|it| {
         let listener = Listener::default();
         let _guard = tracing::subscriber::set_default(listener.clone());
-        let other = it.world.split(Some(0), 0).expect("all ranks split").expect("with a color");
+        let other = it.world.split(Some(0), 0).expect("all ranks should split").expect("the rank should be in a part");
         let pool = it.pool();
         it.registrar.attach(&other, &[pool.id()], it.windows()).expect("symmetric");
         let tensor = it.take(&pool, 30 * MIB);
-        it.registrar.sync(&[&other]).expect("the ranks agree");
+        it.registrar.sync(&[&other]).expect("the ranks should agree");
         let window = "communicator=\"world/1.0\" symmetric_pool=0 stream=0 segment=0 size_bytes=31457280";
         let done = |counts: &str| format!("sync.done communicator=\"world/1.0\" {counts}");
         let registered = done("registrations=1 deregistrations=0 released_bytes=0 rounds=1");
         assert_eq!(listener.heard(), [format!("window.registered {window}"), registered]);
-        it.registrar.sync(&[&other]).expect("the ranks agree");
+        it.registrar.sync(&[&other]).expect("the ranks should agree");
         assert!(listener.heard().is_empty(), "a quiet sync emits no event");
         drop(tensor);
         it.trim(&pool);
-        it.registrar.sync(&[&other]).expect("the ranks agree");
+        it.registrar.sync(&[&other]).expect("the ranks should agree");
         let deregistered = done("registrations=0 deregistrations=1 released_bytes=31457280 rounds=1");
         assert_eq!(listener.heard(), [format!("window.deregistered {window}"), deregistered]);
 

@@ -49,7 +49,7 @@ fn until_over(it: &Rank, comm: &Communicator) {
 fn strike(fault: Fault) -> bool {
     let before = cuda::live().device_bytes;
     let struck = Job::new(2).impatient().run(|it| {
-        let other = it.world.split(Some(0), 0).expect("all ranks split").expect("with a color");
+        let other = it.world.split(Some(0), 0).expect("all ranks should split").expect("the rank should be in a part");
         it.meet();
         if it.rank == 0 {
             match fault {
@@ -106,10 +106,10 @@ nccl_test!(a_call_that_hangs_at_any_point_of_a_sync_ends_the_communicator_within
 nccl_test!(a_communicator_that_one_rank_has_swept_does_not_keep_the_others_from_their_sync, {
     Job::new(2).impatient().run(|it| {
         let pool = it.attached_pool();
-        let other = it.world.split(Some(0), 0).expect("all ranks split").expect("with a color");
-        it.registrar.attach(&other, &[pool.id()], it.windows()).expect("symmetric and shareable");
+        let other = it.world.split(Some(0), 0).expect("all ranks should split").expect("the rank should be in a part");
+        it.registrar.attach(&other, &[pool.id()], it.windows()).expect("the pool should be symmetric and registrable");
         let mut tensor = it.take(&pool, 30 * MIB);
-        it.registrar.sync(&[&other, &it.world]).expect("the ranks agree");
+        it.registrar.sync(&[&other, &it.world]).expect("the ranks should agree");
         it.meet();
         other.abort().expect("no thread is inside NCCL");
         if it.rank == 0 {
@@ -130,7 +130,7 @@ nccl_test!(memory_that_the_driver_does_not_release_is_kept_and_reported, {
     Job::new(2).run(|it| {
         let pool = it.attached_pool();
         let tensor = it.take(&pool, 30 * MIB);
-        it.registrar.sync(&[&it.world]).expect("the ranks agree");
+        it.registrar.sync(&[&it.world]).expect("the ranks should agree");
         drop(tensor);
         it.trim(&pool);
         it.meet();

@@ -46,37 +46,39 @@ fn lose_one_of_four_and_grow_back(
     let placements = Job::new(4).run(|it| {
         let pool = it.attached_pool();
         let mut before = it.take(&pool, 8 * MIB);
-        it.registrar.sync(&[&it.world]).expect("all ranks sync");
+        it.registrar.sync(&[&it.world]).expect("all ranks should sync");
         it.reduce_right(&it.world, &mut before);
         it.meet();
         let rest = (it.rank != leaver).then(|| it.world.shrink(&[leaver as u32]).expect("the remaining ranks shrink"));
-        it.world.destroy().expect("idle");
+        it.world.destroy().expect("the communicator should be idle");
         it.registrar.sweep();
         // The rank that left makes the same allocations in the symmetric pool, without the others.
         let mut during = it.take(&pool, 40 * MIB);
         if let Some(rest) = &rest {
-            it.registrar.attach(rest, &[pool.id()], it.windows()).expect("symmetric and shareable");
+            it.registrar
+                .attach(rest, &[pool.id()], it.windows())
+                .expect("the pool should be symmetric and registrable");
             it.registrar.sync(&[rest]).expect("the remaining ranks sync");
             it.reduce_right(rest, &mut during);
         }
 
         let id = share_id(it, rest.as_ref(), &shared);
-        let grown = grow(configure(builder(it)), rest.as_ref(), id, 4).expect("all ranks arrive");
+        let grown = grow(configure(builder(it)), rest.as_ref(), id, 4).expect("all ranks should arrive");
         let rank = rest.as_ref().map_or(3, Communicator::rank);
         assert_eq!((grown.name(), grown.rank(), grown.ranks()), ("grown", rank, 4));
         assert!(rest.as_ref().is_none_or(|rest| rest.state() == CommState::Ready), "it stays usable");
         if let Some(rest) = rest {
             it.reduce_right(&rest, &mut before);
-            rest.destroy().expect("idle");
+            rest.destroy().expect("the communicator should be idle");
         }
-        it.registrar.attach(&grown, &[pool.id()], it.windows()).expect("symmetric and shareable");
+        it.registrar.attach(&grown, &[pool.id()], it.windows()).expect("the pool should be symmetric and registrable");
         let after = it.take(&pool, 20 * MIB);
-        it.registrar.sync(&[&grown]).expect("all ranks sync");
+        it.registrar.sync(&[&grown]).expect("all ranks should sync");
         let mut tensors = [before, during, after];
         tensors.iter_mut().for_each(|tensor| it.reduce_right(&grown, tensor));
         let offsets = tensors.each_ref().map(|tensor| it.offset_of(&grown, tensor));
-        grown.destroy().expect("idle");
-        (offsets, it.allocator.digest(pool.id()).expect("the pool exists"))
+        grown.destroy().expect("the communicator should be idle");
+        (offsets, it.allocator.digest(pool.id()).expect("the pool should exist"))
     });
     assert!(placements.iter().all(|other| *other == placements[0]), "{placements:?}");
     nothing_is_left();
@@ -97,25 +99,29 @@ nccl_test!(four_ranks_lose_one_and_grow_back_without_blocking_in_2_32, ["STUB_NC
 nccl_test!(one_rank_grows_to_three_and_again_to_four, ["STUB_NCCL_VERSION" = "23203"], {
     let shared = SharedId::default();
     Job::new(4).run(|it| {
-        let alone = it.world.split(Some(it.rank as u32), 0).expect("all ranks split").expect("with a color");
+        let alone = it
+            .world
+            .split(Some(it.rank as u32), 0)
+            .expect("all ranks should split")
+            .expect("the rank should be in a part");
         let old = (it.rank == 0).then_some(&alone);
         let id = share_id(it, old, &shared);
         let rank = it.rank as u32;
         let three = match it.rank {
-            0 => Some(builder(it).grow(&alone, id, 3).expect("all ranks arrive")),
-            1 | 2 => Some(builder(it).join(id, rank, 3).expect("all ranks arrive")),
+            0 => Some(builder(it).grow(&alone, id, 3).expect("all ranks should arrive")),
+            1 | 2 => Some(builder(it).join(id, rank, 3).expect("all ranks should arrive")),
             _ => None,
         };
         it.meet();
         let id = share_id(it, three.as_ref(), &shared);
-        let four = grow(builder(it).name("four"), three.as_ref(), id, 4).expect("all ranks arrive");
+        let four = grow(builder(it).name("four"), three.as_ref(), id, 4).expect("all ranks should arrive");
         assert_eq!((four.rank(), four.ranks()), (rank, 4));
         let mut tensor = it.take(&it.pool(), MIB);
         it.reduce_right(&four, &mut tensor);
         assert!(three.as_ref().is_none_or(|three| three.order() != four.order()));
-        four.destroy().expect("idle");
-        three.iter().for_each(|three| three.destroy().expect("idle"));
-        alone.destroy().expect("idle");
+        four.destroy().expect("the communicator should be idle");
+        three.iter().for_each(|three| three.destroy().expect("the communicator should be idle"));
+        alone.destroy().expect("the communicator should be idle");
     });
     nothing_is_left();
 });
@@ -128,7 +134,7 @@ nccl_test!(an_old_library_can_neither_grow_nor_join, ["STUB_NCCL_VERSION" = "228
         assert_eq!(builder(it).grow(&it.world, id, 3).map(drop), Err(unsupported.clone()));
         assert_eq!(builder(it).join(id, 2, 3).map(drop), Err(unsupported.clone()));
         assert!(unsupported.to_string().starts_with("NCCL 2.29.2 is required for ncclCommGrow"), "{unsupported}");
-        it.world.check().expect("nothing happened");
+        it.world.check().expect("the invariants should still hold");
     });
     nothing_is_left();
 });
@@ -137,7 +143,7 @@ nccl_test!(a_grow_with_bad_arguments_or_in_the_wrong_order_has_no_effect, ["STUB
     let shared = SharedId::default();
     Job::new(3).run(|it| {
         let (world, rank) = (&it.world, it.world.rank());
-        let pair = world.split((rank < 2).then_some(0), rank).expect("all ranks split");
+        let pair = world.split((rank < 2).then_some(0), rank).expect("all ranks should split");
         let obstacle =
             |comm: &Communicator, obstacle| CommError::GrowId { name: comm.name().into(), rank: comm.rank(), obstacle };
         if let Some(pair) = &pair {
@@ -161,14 +167,14 @@ nccl_test!(a_grow_with_bad_arguments_or_in_the_wrong_order_has_no_effect, ["STUB
         }
         assert_eq!(builder(it).join(id, 3, 3).map(drop), Err(CommError::NoSuchRank { rank: 3, ranks: 3 }));
         // None of this had an effect: the id is valid, once.
-        let grown = grow(builder(it), pair.as_ref(), id, 3).expect("all ranks arrive");
+        let grown = grow(builder(it), pair.as_ref(), id, 3).expect("all ranks should arrive");
         if let Some(pair) = pair.as_ref().filter(|_| rank == 0) {
             assert_eq!(builder(it).grow(pair, id, 3).map(drop), Err(obstacle(pair, GrowIdObstacle::Unknown)));
         }
         let mut tensor = it.take(&it.pool(), MIB);
         it.reduce_right(&grown, &mut tensor);
-        grown.destroy().expect("idle");
-        pair.iter().for_each(|pair| pair.destroy().expect("idle"));
+        grown.destroy().expect("the communicator should be idle");
+        pair.iter().for_each(|pair| pair.destroy().expect("the communicator should be idle"));
     });
     nothing_is_left();
 });
@@ -180,7 +186,7 @@ nccl_test!(
         Job::new(1).run(|it| {
             let (name, rank, obstacle) = ("world".into(), 0, GrowIdObstacle::CommIdVariable);
             assert_eq!(it.world.grow_id(), Err(CommError::GrowId { name, rank, obstacle }));
-            it.world.check().expect("nothing happened");
+            it.world.check().expect("the invariants should still hold");
         });
         nothing_is_left();
     }
@@ -188,13 +194,13 @@ nccl_test!(
 
 nccl_test!(a_suspended_communicator_cannot_grow, ["STUB_NCCL_VERSION" = "23007"], {
     Job::new(2).run(|it| {
-        it.world.suspend().expect("all ranks suspend");
+        it.world.suspend().expect("all ranks should suspend the communicator");
         let id = UniqueId::from_bytes([7; UniqueId::BYTES]);
         let created = (it.rank == 0).then(|| it.world.grow_id().map(drop));
         for refused in created.into_iter().chain([builder(it).grow(&it.world, id, 3).map(drop)]) {
             assert!(matches!(refused, Err(CommError::Suspended { .. })), "{refused:?}");
         }
-        it.world.resume().expect("all ranks resume");
+        it.world.resume().expect("all ranks should resume the communicator");
     });
     nothing_is_left();
 });
@@ -214,7 +220,7 @@ fn fail_one_grow(strike: impl Fn(&Rank) -> bool + Sync, code: Option<i32>) {
     let shared = SharedId::default();
     Job::new(3).impatient().run(|it| {
         let rank = it.world.rank();
-        let pair = it.world.split((rank < 2).then_some(0), rank).expect("all ranks split");
+        let pair = it.world.split((rank < 2).then_some(0), rank).expect("all ranks should split");
         let id = share_id(it, pair.as_ref(), &shared);
         let is_missing = strike(it);
         it.meet();
@@ -289,10 +295,10 @@ nccl_test!(a_blocking_grow_ends_at_the_deadline, ["STUB_NCCL_VERSION" = "23007"]
         // The missing rank arrives late: the thread returns, and both communicators are aborted.
         let late = std::thread::scope(|scope| {
             let join = || {
-                let device = symmalloc_cuda::CudaDevice::new(1).expect("a stub device");
+                let device = symmalloc_cuda::CudaDevice::new(1).expect("the stub should have a device");
                 Communicator::builder(&device).watchdog(WatchdogMode::Off).name("grown").join(id, 1, 2).map(drop)
             };
-            scope.spawn(join).join().expect("no panic")
+            scope.spawn(join).join().expect("the thread should not panic")
         });
         late.expect("it connects");
         until(|| it.world.state() == CommState::Aborted);
@@ -304,24 +310,26 @@ nccl_test!(a_rank_that_joins_with_another_history_is_named, ["STUB_NCCL_VERSION"
     let shared = SharedId::default();
     Job::new(3).run(|it| {
         let rank = it.world.rank();
-        let pair = it.world.split((rank < 2).then_some(0), rank).expect("all ranks split");
+        let pair = it.world.split((rank < 2).then_some(0), rank).expect("all ranks should split");
         let pool = it.pool();
         let size = if rank == 2 { 30 } else { 40 };
         let mut tensor = it.take(&pool, size * MIB);
         let id = share_id(it, pair.as_ref(), &shared);
-        let grown = grow(builder(it), pair.as_ref(), id, 3).expect("all ranks arrive");
-        it.registrar.attach(&grown, &[pool.id()], it.windows()).expect("symmetric and shareable");
+        let grown = grow(builder(it), pair.as_ref(), id, 3).expect("all ranks should arrive");
+        it.registrar.attach(&grown, &[pool.id()], it.windows()).expect("the pool should be symmetric and registrable");
         let error = it.registrar.sync(&[&grown]).expect_err("the histories differ");
         assert!(matches!(error, SyncError::Disagreed { .. }), "{error}");
         assert_eq!(grown.state(), CommState::Ready);
         // The communicator without the new rank is not affected.
         if let Some(pair) = &pair {
-            it.registrar.attach(pair, &[pool.id()], it.windows()).expect("symmetric and shareable");
+            it.registrar
+                .attach(pair, &[pool.id()], it.windows())
+                .expect("the pool should be symmetric and registrable");
             it.registrar.sync(&[pair]).expect("the old ranks agree");
             it.reduce_right(pair, &mut tensor);
-            pair.destroy().expect("idle");
+            pair.destroy().expect("the communicator should be idle");
         }
-        grown.destroy().expect("idle");
+        grown.destroy().expect("the communicator should be idle");
     });
     nothing_is_left();
 });

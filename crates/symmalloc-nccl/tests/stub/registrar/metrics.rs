@@ -9,7 +9,7 @@ use symmalloc_nccl::metrics::Publisher;
 #[track_caller]
 fn value(text: &str, series: &str) -> f64 {
     let line = text.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
-    line.unwrap_or_else(|| panic!("no {series} in\n{text}")).parse().expect("a number")
+    line.unwrap_or_else(|| panic!("no {series} in\n{text}")).parse().expect("it should be a number")
 }
 
 nccl_test!(syncs_and_windows_are_published_under_device_and_communicator, {
@@ -19,10 +19,10 @@ nccl_test!(syncs_and_windows_are_published_under_device_and_communicator, {
         let tensor = it.take(&pool, 30 * MIB);
         let _other = it.take(&pool, MIB);
         let text = metrics::with_local_recorder(&recorder, || {
-            it.registrar.sync(&[&it.world]).expect("the ranks agree");
+            it.registrar.sync(&[&it.world]).expect("the ranks should agree");
             drop(tensor);
             it.trim(&pool);
-            it.registrar.sync(&[&it.world]).expect("the ranks agree");
+            it.registrar.sync(&[&it.world]).expect("the ranks should agree");
             Publisher::new().publish(&it.registrar);
             recorder.handle().render()
         });

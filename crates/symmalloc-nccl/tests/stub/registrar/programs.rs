@@ -91,7 +91,7 @@ impl Program<'_> {
     fn private(&mut self) {
         if self.it.rank == 1 {
             let stream = &self.it.stream;
-            drop(self.it.allocator.alloc_zeroed::<u8>(stream, 30 << 20).expect("the allocation fits"));
+            drop(self.it.allocator.alloc_zeroed::<u8>(stream, 30 << 20).expect("the allocation should fit"));
         }
     }
 
@@ -182,7 +182,7 @@ impl Program<'_> {
             Some(rest) => builder.grow(rest, id, ranks),
             None => builder.join(id, ranks - 1, ranks),
         };
-        let grown = grown.expect("all ranks arrive");
+        let grown = grown.expect("all ranks should arrive");
         self.reduce_in(&grown, pools);
         grown.destroy().expect("the communicator is idle");
     }
@@ -206,11 +206,11 @@ impl Program<'_> {
     /// Attaches pools to a new communicator, syncs, and reduces a tensor of each pool in its window.
     fn reduce_in(&mut self, comm: &Communicator, pools: &[usize]) {
         let ids: Vec<_> = pools.iter().map(|pool| self.pools[*pool].id()).collect();
-        self.it.registrar.attach(comm, &ids, self.it.windows()).expect("symmetric and shareable");
-        self.it.registrar.sync(&[comm]).expect("the ranks agree");
+        self.it.registrar.attach(comm, &ids, self.it.windows()).expect("the pool should be symmetric and registrable");
+        self.it.registrar.sync(&[comm]).expect("the ranks should agree");
         for pool in pools {
             let Some((_, tensor)) = self.tensors.iter_mut().rev().find(|(index, _)| index == pool) else { continue };
-            self.it.registrar.window_of(comm, tensor).expect("it was synced");
+            self.it.registrar.window_of(comm, tensor).expect("the buffer should have been synced");
             self.it.reduce_right(comm, tensor);
         }
     }
@@ -222,10 +222,10 @@ impl Program<'_> {
             return;
         }
         let pool = lane.pools.pop().expect("there are at least two pools");
-        self.it.registrar.detach(&lane.comm, &[self.pools[pool].id()]).expect("it was attached");
+        self.it.registrar.detach(&lane.comm, &[self.pools[pool].id()]).expect("the pool should have been attached");
         // The sync completes the detachment before the pool is used further.
         let comm = lane.comm.clone();
-        self.it.registrar.sync(&[&comm]).expect("the ranks agree");
+        self.it.registrar.sync(&[&comm]).expect("the ranks should agree");
         self.check();
     }
 
@@ -270,19 +270,19 @@ impl Program<'_> {
         }
         let slept = self.it.registrar.sleep(&over, pool, contents);
         if !strikes {
-            slept.expect("the ranks agree");
+            slept.expect("the ranks should agree");
             if self.below(2) == 0 && !self.tensors.is_empty() {
                 let index = self.below(self.tensors.len());
                 self.tensors.swap_remove(index);
             }
             self.private();
             if self.below(2) == 0 {
-                self.it.registrar.sync(&[&over]).expect("the ranks agree");
+                self.it.registrar.sync(&[&over]).expect("the ranks should agree");
             }
         }
         let woken = self.it.registrar.wake(&over, pool);
         if !strikes {
-            woken.expect("the ranks agree");
+            woken.expect("the ranks should agree");
             return self.check();
         }
         self.clear_up();
@@ -355,7 +355,7 @@ impl Program<'_> {
         }
         for pool in &lane.pools {
             let Some((_, tensor)) = self.tensors.iter_mut().rev().find(|(index, _)| index == pool) else { continue };
-            let span = it.registrar.window_of(comm, tensor).expect("it was synced");
+            let span = it.registrar.window_of(comm, tensor).expect("the buffer should have been synced");
             assert_eq!(span.segment, it.registrar.key_of(tensor).expect("the buffer lies in a live segment"));
             if !lane.keys.contains(&span.segment) {
                 lane.keys.push(span.segment);
@@ -379,7 +379,9 @@ impl Program<'_> {
 
 fn attach(it: &Rank, lane: &mut CommunicatorState, index: usize, pool: &Pool<CudaBackend>) {
     if !lane.is_aborted {
-        it.registrar.attach(&lane.comm, &[pool.id()], it.windows()).expect("symmetric and shareable");
+        it.registrar
+            .attach(&lane.comm, &[pool.id()], it.windows())
+            .expect("the pool should be symmetric and registrable");
         lane.pools.push(index);
     }
 }
@@ -410,8 +412,11 @@ fn run(first_seed: u64, mode: Mode, faults: bool) {
             program.make_pool();
             program.add(it.world.clone());
             (0..STEPS).for_each(|_| program.step());
-            let digests: Vec<_> =
-                program.pools.iter().map(|pool| it.allocator.digest(pool.id()).expect("the pool exists")).collect();
+            let digests: Vec<_> = program
+                .pools
+                .iter()
+                .map(|pool| it.allocator.digest(pool.id()).expect("the pool should exist"))
+                .collect();
             it.meet();
             for lane in program.comms.drain(..) {
                 lane.comm.destroy().expect("the communicator is idle");

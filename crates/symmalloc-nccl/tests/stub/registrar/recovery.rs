@@ -47,7 +47,10 @@ const ALL: [Recovery; 8] = [
 type Private = (Pool<CudaBackend>, Vec<DeviceBuffer<f32>>);
 
 fn fill(it: &Rank, kind: Recovery) -> Private {
-    let pool = it.allocator.create_pool(PoolConfig::builder().fixed().build().expect("valid")).expect("it fits");
+    let pool = it
+        .allocator
+        .create_pool(PoolConfig::builder().fixed().build().expect("the configuration should be valid"))
+        .expect("the pool should fit into the device");
     if let Recovery::Limit = kind {
         it.allocator.core().set_total_limit_bytes(Some(WINDOWS - MIB));
         return (pool, Vec::new());
@@ -85,12 +88,12 @@ fn recovers(ranks: usize) {
     Job::new(ranks).run(|it| {
         let pool = it.attached_pool();
         let mut tensors = [20, 30, 40].map(|size| it.take(&pool, size * MIB));
-        it.registrar.sync(&[&it.world]).expect("the ranks agree");
+        it.registrar.sync(&[&it.world]).expect("the ranks should agree");
         let is_full = it.rank + 1 == ranks;
         let rounds = if is_night() { 50 } else { 6 };
         for kind in ALL {
             for round in 0..rounds {
-                it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
+                it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks should sleep together");
                 let digest = it.allocator.digest(pool.id());
                 let private = is_full.then(|| fill(it, kind));
                 let error = it.registrar.wake(&it.world, pool.id()).expect_err("one device is full");
@@ -132,11 +135,13 @@ nccl_test!(a_wake_releases_cached_memory_of_private_pools_alone, ["STUB_MEMORY_B
         let _tensor = it.take(&pool, 90 * MIB);
         let symmetric = it.pool();
         drop(it.take(&symmetric, 100 * MIB));
-        it.registrar.sync(&[&it.world]).expect("the ranks agree");
-        it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
+        it.registrar.sync(&[&it.world]).expect("the ranks should agree");
+        it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks should sleep together");
         let private = (it.rank == 1).then(|| {
-            let pool =
-                it.allocator.create_pool(PoolConfig::builder().fixed().build().expect("valid")).expect("it fits");
+            let pool = it
+                .allocator
+                .create_pool(PoolConfig::builder().fixed().build().expect("the configuration should be valid"))
+                .expect("the pool should fit into the device");
             drop(it.take(&pool, 120 * MIB));
             pool
         });
@@ -144,7 +149,7 @@ nccl_test!(a_wake_releases_cached_memory_of_private_pools_alone, ["STUB_MEMORY_B
         it.registrar.wake(&it.world, pool.id()).expect("the cached memory makes room");
         assert_eq!(it.allocator.digest(symmetric.id()), digest);
         let reserved = |pool: &Pool<CudaBackend>| {
-            it.allocator.core().pool_stats(pool.id()).expect("it exists").reserved_bytes.current
+            it.allocator.core().pool_stats(pool.id()).expect("the pool should exist").reserved_bytes.current
         };
         assert_eq!(reserved(&symmetric), 100 * MIB, "symmetric memory stays cached");
         assert_eq!(private.as_ref().map(reserved), (it.rank == 1).then_some(0));

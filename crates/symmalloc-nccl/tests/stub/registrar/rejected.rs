@@ -39,12 +39,16 @@ struct Observed {
 
 impl<'a> Program<'a> {
     fn new(rank: &'a Rank) -> Self {
-        let empty = rank.world.split(Some(0), 0).expect("all ranks split").expect("with a color");
+        let empty =
+            rank.world.split(Some(0), 0).expect("all ranks should split").expect("the rank should be in a part");
         let attached = rank.attached_pool();
         let others = [rank.pool(), rank.pool()];
-        let private = rank.allocator.create_pool("segments:fixed".parse().expect("valid")).expect("made");
+        let private = rank
+            .allocator
+            .create_pool("segments:fixed".parse().expect("the text should be valid"))
+            .expect("the pool should be created");
         let tensor = rank.take(&attached, 8 * MIB);
-        rank.registrar.sync(&[&rank.world]).expect("the ranks agree");
+        rank.registrar.sync(&[&rank.world]).expect("the ranks should agree");
         Program { rank, empty, attached, others, private, tensor }
     }
 
@@ -55,7 +59,7 @@ impl<'a> Program<'a> {
         let pool = |pool: PoolId| {
             let registrations = comms.map(|comm| registrar.registration(comm, pool));
             let digest = allocator.digest(pool).ok().map(|digest| digest.value);
-            let phase = registrar.phase(pool).expect("known");
+            let phase = registrar.phase(pool).expect("the pool should exist");
             (registrations, allocator.core().observer_count(pool), digest, phase)
         };
         // Both ranks make the same calls, so a rank's resources are compared when both have made one.
@@ -138,7 +142,7 @@ nccl_test!(rejected_calls_change_nothing, ["STUB_NCCL_VERSION" = "23007"], {
         let program = Program::new(rank);
         // The first use of the smaller buffer reserves memory.
         drop(rank.take(&program.attached, MIB));
-        rank.registrar.sync(&[&rank.world]).expect("the ranks agree");
+        rank.registrar.sync(&[&rank.world]).expect("the ranks should agree");
         for (what, call) in REJECTED {
             let before = program.observe();
             assert!(call(&program), "{what}: it must be rejected");
@@ -157,9 +161,9 @@ nccl_test!(rejected_calls_change_nothing, ["STUB_NCCL_VERSION" = "23007"], {
         // All pools can be attached now.
         let pools = program.others.each_ref().map(Pool::id);
         rank.registrar.attach(&rank.world, &pools, Registration::Windows).expect("symmetric and not attached");
-        rank.registrar.sync(&[&rank.world]).expect("the ranks agree");
+        rank.registrar.sync(&[&rank.world]).expect("the ranks should agree");
         let Program { empty, .. } = program;
-        empty.destroy().expect("idle");
+        empty.destroy().expect("the communicator should be idle");
     });
     nothing_is_left();
 });

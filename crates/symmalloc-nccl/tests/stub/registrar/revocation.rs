@@ -16,7 +16,7 @@ fn revoked(comm: &Communicator) -> CommError {
 /// Connects a communicator of all ranks in one of the modes.
 fn connect(it: &Rank, id: UniqueId, configure: impl Fn(CommunicatorBuilder) -> CommunicatorBuilder) -> Communicator {
     let builder = Communicator::builder(&it.device).deadline(it.deadline).watchdog(WatchdogMode::Off).name("revoked");
-    configure(builder).connect(id, it.rank as u32, it.ranks as u32).expect("all ranks connect")
+    configure(builder).connect(id, it.rank as u32, it.ranks as u32).expect("all ranks should connect")
 }
 
 /// One of three ranks does not join a collective. The others revoke, shrink and continue with the same placements.
@@ -25,16 +25,16 @@ fn continue_after_a_missing_rank(configure: impl Fn(CommunicatorBuilder) -> Comm
     Job::new(3).run(|it| {
         let comm = connect(it, id, &configure);
         let pool = it.pool();
-        it.registrar.attach(&comm, &[pool.id()], it.windows()).expect("symmetric and shareable");
+        it.registrar.attach(&comm, &[pool.id()], it.windows()).expect("the pool should be symmetric and registrable");
         let (mut one, mut two) = (it.take(&pool, 8 * MIB), it.take(&pool, 40 * MIB));
-        it.registrar.sync(&[&comm]).expect("all ranks sync");
+        it.registrar.sync(&[&comm]).expect("all ranks should sync");
         let before = [it.offset_of(&comm, &one), it.offset_of(&comm, &two)];
         it.reduce_right(&comm, &mut one);
         it.meet();
         if it.rank != 1 {
-            comm.all_reduce_in_place(&mut one, ReduceOp::Sum, &it.stream).expect("submitted");
+            comm.all_reduce_in_place(&mut one, ReduceOp::Sum, &it.stream).expect("the work should be submitted");
             // The rank that is missing never submits it.
-            comm.revoke().expect("the work stops");
+            comm.revoke().expect("the work should stop");
             comm.revoke().expect("it is revoked already");
             assert_eq!(comm.state(), CommState::Revoked);
             assert_eq!(
@@ -62,12 +62,14 @@ fn continue_after_a_missing_rank(configure: impl Fn(CommunicatorBuilder) -> Comm
             let rest = comm.shrink(&[1]).expect("the remaining ranks shrink");
             comm.destroy().expect("it does not wait for others");
             assert_eq!((rest.name(), rest.ranks(), comm.state()), ("revoked/without-1", 2, CommState::Aborted));
-            it.registrar.attach(&rest, &[pool.id()], it.windows()).expect("symmetric and shareable");
+            it.registrar
+                .attach(&rest, &[pool.id()], it.windows())
+                .expect("the pool should be symmetric and registrable");
             it.registrar.sync(&[&rest]).expect("the remaining ranks sync");
             assert_eq!([it.offset_of(&rest, &one), it.offset_of(&rest, &two)], before);
             it.reduce_right(&rest, &mut one);
             it.reduce_right(&rest, &mut two);
-            rest.destroy().expect("idle");
+            rest.destroy().expect("the communicator should be idle");
         }
         it.meet();
         if it.rank == 1 {
@@ -100,15 +102,15 @@ fn unblock_a_registration(configure: impl Fn(CommunicatorBuilder) -> Communicato
                 let calls = nccl::calls("ncclCommWindowRegister");
                 let waits = scope.spawn(|| comm.register_window(base, 40 * MIB).map(drop));
                 until(|| nccl::calls("ncclCommWindowRegister") > calls);
-                comm.revoke().expect("the registration stops");
-                assert_eq!(waits.join().expect("no panic"), Err(revoked(&comm)));
+                comm.revoke().expect("the registration should stop");
+                assert_eq!(waits.join().expect("the thread should not panic"), Err(revoked(&comm)));
             });
             assert!(since.elapsed() < Duration::from_secs(20), "{:?}", since.elapsed());
             assert_eq!(nccl::calls("ncclCommRevoke"), 1);
             assert_eq!(comm.state(), CommState::Revoked);
             let alone = comm.shrink(&[1]).expect("the only remaining rank shrinks");
             it.reduce_right(&alone, &mut tensor);
-            alone.destroy().expect("idle");
+            alone.destroy().expect("the communicator should be idle");
         }
         it.meet();
         if it.rank == 1 {
@@ -130,7 +132,7 @@ nccl_test!(an_old_library_cannot_revoke, ["STUB_NCCL_VERSION" = "22806"], {
     Job::new(2).run(|it| {
         let (capability, version) = (Capability::Revoke, NcclVersion::new(2, 28, 6));
         assert_eq!(it.world.revoke(), Err(CommError::Unsupported { capability, version }));
-        it.world.check().expect("nothing happened");
+        it.world.check().expect("the invariants should still hold");
     });
     nothing_is_left();
 });
@@ -139,14 +141,14 @@ nccl_test!(suspended_ended_and_borrowed_communicators_refuse_a_revoke, ["STUB_NC
     Job::new(2).run(|it| {
         // SAFETY: the communicator outlives the borrower, and only this thread uses it.
         let borrowed = unsafe { Communicator::builder(&it.device).name("borrowed").borrow(it.world.raw()) };
-        let borrowed = borrowed.expect("it is live");
+        let borrowed = borrowed.expect("the allocation should be live");
         assert_eq!(borrowed.revoke(), Err(CommError::Borrowed { name: "borrowed".into() }));
         drop(borrowed);
-        it.world.suspend().expect("all ranks suspend");
+        it.world.suspend().expect("all ranks should suspend the communicator");
         assert!(matches!(it.world.revoke(), Err(CommError::Suspended { .. })));
-        it.world.resume().expect("all ranks resume");
-        it.world.check().expect("nothing happened");
-        it.world.destroy().expect("idle");
+        it.world.resume().expect("all ranks should resume the communicator");
+        it.world.check().expect("the invariants should still hold");
+        it.world.destroy().expect("the communicator should be idle");
         assert!(matches!(it.world.revoke(), Err(CommError::Gone { state: CommState::Destroyed, .. })));
     });
     nothing_is_left();
@@ -157,7 +159,7 @@ nccl_test!(a_revoke_that_fails_aborts_the_communicator, ["STUB_NCCL_VERSION" = "
     Job::new(2).run(|it| {
         let pool = it.attached_pool();
         let _tensor = it.take(&pool, 8 * MIB);
-        it.registrar.sync(&[&it.world]).expect("all ranks sync");
+        it.registrar.sync(&[&it.world]).expect("all ranks should sync");
         it.meet();
         if it.rank == 0 {
             let error = it.world.revoke().expect_err("the call fails");
@@ -191,9 +193,9 @@ nccl_test!(the_watchdog_leaves_a_revoked_communicator_alone, ["STUB_NCCL_VERSION
     let (revoked, aborted) = (AtomicBool::new(false), AtomicBool::new(false));
     let deadline = Duration::from_millis(600);
     stub_process::threads(2, |rank| {
-        let device = symmalloc_cuda::CudaDevice::new(rank).expect("a stub device");
+        let device = symmalloc_cuda::CudaDevice::new(rank).expect("the stub should have a device");
         let comm = Communicator::builder(&device).deadline(deadline).watchdog(WatchdogMode::Abort);
-        let comm = comm.connect(id, rank as u32, 2).expect("all ranks connect");
+        let comm = comm.connect(id, rank as u32, 2).expect("all ranks should connect");
         if rank == 0 {
             comm.revoke().expect("nothing is in progress");
             revoked.store(true, Ordering::Release);
@@ -202,10 +204,10 @@ nccl_test!(the_watchdog_leaves_a_revoked_communicator_alone, ["STUB_NCCL_VERSION
             std::thread::sleep(3 * deadline);
             assert_eq!(comm.state(), CommState::Revoked);
             let alone = comm.shrink(&[1]).expect("the only remaining rank shrinks");
-            alone.destroy().expect("idle");
+            alone.destroy().expect("the communicator should be idle");
         } else {
             until(|| revoked.load(Ordering::Acquire));
-            comm.abort().expect("idle");
+            comm.abort().expect("the communicator should be idle");
             aborted.store(true, Ordering::Release);
         }
     });

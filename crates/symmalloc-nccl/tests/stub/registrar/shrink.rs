@@ -9,7 +9,7 @@ fn lose_two_of_four() {
     let placements = Job::new(4).run(|it| {
         let pool = it.attached_pool();
         let mut before = it.take(&pool, 8 * MIB);
-        it.registrar.sync(&[&it.world]).expect("all ranks sync");
+        it.registrar.sync(&[&it.world]).expect("all ranks should sync");
         it.reduce_right(&it.world, &mut before);
         it.meet();
         if it.rank == 1 {
@@ -18,7 +18,7 @@ fn lose_two_of_four() {
         let rest = it.world.shrink(&[1]).expect("the remaining ranks shrink");
         assert_eq!((rest.name(), rest.ranks()), ("world/without-1", 3));
         assert_eq!(rest.rank() as usize, it.rank.saturating_sub(1), "the order does not change");
-        it.registrar.attach(&rest, &[pool.id()], it.windows()).expect("symmetric and shareable");
+        it.registrar.attach(&rest, &[pool.id()], it.windows()).expect("the pool should be symmetric and registrable");
         let mut after = it.take(&pool, 40 * MIB);
         it.registrar.sync(&[&rest]).expect("the remaining ranks sync");
         it.reduce_right(&rest, &mut before);
@@ -29,17 +29,19 @@ fn lose_two_of_four() {
         if it.rank > 0 {
             let pair = rest.shrink(&[0, 0]).expect("the remaining ranks shrink");
             assert_eq!((pair.name(), pair.ranks()), ("world/without-1/without-0", 2));
-            it.registrar.attach(&pair, &[pool.id()], it.windows()).expect("symmetric and shareable");
+            it.registrar
+                .attach(&pair, &[pool.id()], it.windows())
+                .expect("the pool should be symmetric and registrable");
             it.registrar.sync(&[&pair]).expect("the remaining ranks sync");
             it.reduce_right(&pair, &mut after);
             let again = rest.shrink(&[0]).expect("the remaining ranks shrink");
             assert_eq!(again.name(), "world/without-1/without-0#2");
             assert!(pair.order() < again.order() && rest.order() < pair.order());
-            again.destroy().expect("idle");
-            pair.destroy().expect("idle");
+            again.destroy().expect("the communicator should be idle");
+            pair.destroy().expect("the communicator should be idle");
         }
-        rest.destroy().expect("idle");
-        Some((offsets, it.allocator.digest(pool.id()).expect("the pool exists")))
+        rest.destroy().expect("the communicator should be idle");
+        Some((offsets, it.allocator.digest(pool.id()).expect("the pool should exist")))
     });
     let remaining: Vec<_> = placements.into_iter().flatten().collect();
     assert_eq!(remaining.len(), 3);
@@ -67,7 +69,7 @@ nccl_test!(a_shrink_with_bad_ranks_has_no_effect, {
             let refused = it.world.shrink(&excluded).map(|_| ());
             assert_eq!(refused, Err(CommError::ShrinkArgument { name, rank, excluded }));
         }
-        it.world.check().expect("nothing happened");
+        it.world.check().expect("the invariants should still hold");
     });
     nothing_is_left();
 });
@@ -79,7 +81,7 @@ nccl_test!(an_old_library_cannot_shrink, ["STUB_NCCL_VERSION" = "22605"], {
             it.world.shrink(&[1 - it.world.rank()]).map(|_| ()),
             Err(CommError::Unsupported { capability, version })
         );
-        it.world.check().expect("nothing happened");
+        it.world.check().expect("the invariants should still hold");
     });
 });
 

@@ -21,32 +21,40 @@ fn window(it: &Rank, comm: &Communicator, buffer: &DeviceBuffer<f32>) -> WindowH
 fn registered(it: &Rank) -> (Pool<CudaBackend>, Vec<DeviceBuffer<f32>>) {
     let pool = it.attached_pool();
     let tensors = [20, 30, 40].map(|size| it.take(&pool, size * MIB)).into();
-    it.registrar.sync(&[&it.world]).expect("the ranks agree");
+    it.registrar.sync(&[&it.world]).expect("the ranks should agree");
     (pool, tensors)
 }
 
 nccl_test!(a_pool_wakes_in_place_with_the_windows_that_it_had, ["STUB_NCCL_REUSE_WINDOWS" = "1"], {
     Job::new(4).run(|it| {
-        let pair = it.world.split(Some(it.world.rank() / 2), 0).expect("all ranks split").expect("with a color");
+        let pair = it
+            .world
+            .split(Some(it.world.rank() / 2), 0)
+            .expect("all ranks should split")
+            .expect("the rank should be in a part");
         let pool = it.attached_pool();
         it.registrar
             .attach(&pair, &[pool.id()], it.windows())
             .expect("the pool is not attached to this communicator yet");
         let mut tensors: Vec<_> = [20, 30, 40].map(|size| it.take(&pool, size * MIB)).into();
-        it.registrar.sync(&[&it.world, &pair]).expect("the ranks agree");
+        it.registrar.sync(&[&it.world, &pair]).expect("the ranks should agree");
         let other = it.attached_pool();
         let mut other_tensor = it.take(&other, 25 * MIB);
-        it.registrar.sync(&[&it.world]).expect("the ranks agree");
+        it.registrar.sync(&[&it.world]).expect("the ranks should agree");
         let handles = |tensors: &[DeviceBuffer<f32>]| -> Vec<[WindowHandle; 2]> {
             tensors.iter().map(|tensor| [&it.world, &pair].map(|comm| window(it, comm, tensor))).collect()
         };
         let before = handles(&tensors);
         let mut cursor = InvalidationCursor::default();
         let _none = it.registrar.invalidations(&it.world, &mut cursor);
-        let stats = || [&it.world, &pair].map(|comm| it.registrar.communicator_stats(comm).expect("it is ready"));
+        let stats = || {
+            [&it.world, &pair]
+                .map(|comm| it.registrar.communicator_stats(comm).expect("the communicator should be ready"))
+        };
         let stats_before = stats();
         for _ in 0..20 {
-            let slept = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
+            let slept =
+                it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks should sleep together");
             assert_eq!((slept.memory.released_bytes, slept.memory.kept_bytes, slept.deregistrations), (90 * MIB, 0, 6));
             assert_eq!(it.registrar.phase(pool.id()), Ok(Phase::Asleep));
             assert_eq!(it.registrar.stats().windows, 1, "only the window of the other pool is left");
@@ -58,16 +66,20 @@ nccl_test!(a_pool_wakes_in_place_with_the_windows_that_it_had, ["STUB_NCCL_REUSE
             );
             assert_eq!(it.registrar.sync(&[&it.world, &pair]).expect("the sleeping pool is skipped").registrations, 0);
             it.reduce_right(&it.world, &mut other_tensor);
-            let again = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("nothing to do");
+            let again =
+                it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("the call should have nothing to do");
             assert_eq!(again.memory.released_bytes, 0);
 
-            let woken = it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
+            let woken = it.registrar.wake(&it.world, pool.id()).expect("all ranks should wake together");
             assert_eq!((woken.memory.remapped_bytes, woken.registrations), (90 * MIB, 6));
             assert_eq!((woken.changed, woken.lost), (vec![], Vec::<String>::new()));
             assert_eq!(it.registrar.phase(pool.id()), Ok(Phase::Awake));
             assert_eq!(handles(&tensors), before, "the same windows");
             assert_eq!(stats(), stats_before, "the same windows in the same symmetric space");
-            assert_eq!(it.registrar.wake(&it.world, pool.id()).expect("nothing to do").registrations, 0);
+            assert_eq!(
+                it.registrar.wake(&it.world, pool.id()).expect("the call should have nothing to do").registrations,
+                0
+            );
             for tensor in &mut tensors {
                 it.reduce_right(&it.world, tensor);
                 it.reduce_right(&pair, tensor);
@@ -80,7 +92,7 @@ nccl_test!(a_pool_wakes_in_place_with_the_windows_that_it_had, ["STUB_NCCL_REUSE
         );
         // The pool works as before.
         tensors.push(it.take(&pool, 50 * MIB));
-        assert_eq!(it.registrar.sync(&[&it.world, &pair]).expect("the ranks agree").registrations, 2);
+        assert_eq!(it.registrar.sync(&[&it.world, &pair]).expect("the ranks should agree").registrations, 2);
         it.reduce_right(&it.world, tensors.last_mut().expect("a tensor was just allocated"));
     });
     nothing_is_left();
@@ -98,7 +110,7 @@ nccl_test!(sleeps_over_different_communicators_run_concurrently, {
                 it.take(pool, 20 * MIB)
             })
             .collect();
-        it.registrar.sync(&[&it.world, &next]).expect("one rank agrees");
+        it.registrar.sync(&[&it.world, &next]).expect("a single rank should agree");
         let (done, finished) = std::sync::mpsc::channel::<()>();
         let limit = super::support::PATIENT;
         std::thread::spawn(move || {
@@ -111,14 +123,14 @@ nccl_test!(sleeps_over_different_communicators_run_concurrently, {
             for (over, pool) in &pools {
                 scope.spawn(|| {
                     for _ in 0..50 {
-                        it.registrar.sleep(over, pool.id(), Contents::Drop).expect("one rank sleeps");
-                        it.registrar.wake(over, pool.id()).expect("one rank wakes");
+                        it.registrar.sleep(over, pool.id(), Contents::Drop).expect("a single rank should sleep");
+                        it.registrar.wake(over, pool.id()).expect("a single rank should wake");
                     }
                 });
             }
         });
         drop(done);
-        next.destroy().expect("destroyed");
+        next.destroy().expect("the communicator should be destroyed");
     });
     nothing_is_left();
 });
@@ -129,12 +141,12 @@ nccl_test!(a_sleeping_pool_releases_its_memory_on_every_device, {
         it.meet();
         assert_eq!(cuda::live().device_bytes, 2 * 90 * MIB);
         it.meet();
-        it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
+        it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks should sleep together");
         it.meet();
         assert_eq!(cuda::live().device_bytes, 0);
         assert_eq!(nccl::live().windows, 0);
         it.meet();
-        it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
+        it.registrar.wake(&it.world, pool.id()).expect("all ranks should wake together");
         drop(tensors);
     });
     nothing_is_left();
@@ -144,14 +156,16 @@ nccl_test!(a_wake_restores_kept_contents_and_zeroes_the_others, {
     Job::new(2).run(|it| {
         let (pool, mut tensors) = registered(it);
         let content: Vec<f32> = (0..tensors[0].len()).map(|at| (at % 1013 + it.rank) as f32).collect();
-        it.stream.memcpy_htod(&content, &mut tensors[0]).expect("copied");
-        let slept = it.registrar.sleep(&it.world, pool.id(), Contents::Keep).expect("all ranks sleep");
+        it.stream.memcpy_htod(&content, &mut tensors[0]).expect("the copy should succeed");
+        let slept = it.registrar.sleep(&it.world, pool.id(), Contents::Keep).expect("all ranks should sleep together");
         assert_eq!((slept.memory.kept_bytes, slept.memory.released_bytes), (90 * MIB, 90 * MIB));
-        it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
-        assert_eq!(it.stream.clone_dtoh(&tensors[0]).expect("copied"), content);
-        it.registrar.sleep(&it.world, pool.id(), Contents::Zero).expect("all ranks sleep");
-        it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
-        assert!(it.stream.clone_dtoh(&tensors[0]).expect("copied").iter().all(|element| *element == 0.0));
+        it.registrar.wake(&it.world, pool.id()).expect("all ranks should wake together");
+        assert_eq!(it.stream.clone_dtoh(&tensors[0]).expect("the copy should succeed"), content);
+        it.registrar.sleep(&it.world, pool.id(), Contents::Zero).expect("all ranks should sleep together");
+        it.registrar.wake(&it.world, pool.id()).expect("all ranks should wake together");
+        assert!(
+            it.stream.clone_dtoh(&tensors[0]).expect("the copy should succeed").iter().all(|element| *element == 0.0)
+        );
         tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
     });
     nothing_is_left();
@@ -159,14 +173,14 @@ nccl_test!(a_wake_restores_kept_contents_and_zeroes_the_others, {
 
 nccl_test!(a_wake_restores_buffers_of_a_private_pool, {
     Job::new(2).run(|it| {
-        let config = symmalloc_core::PoolConfig::builder().build().expect("valid");
-        let pool = it.allocator.create_pool(config).expect("fits the device");
-        it.registrar.attach(&it.world, &[pool.id()], Registration::Buffers).expect("any pool");
+        let config = symmalloc_core::PoolConfig::builder().build().expect("the configuration should be valid");
+        let pool = it.allocator.create_pool(config).expect("the pool should fit into the device");
+        it.registrar.attach(&it.world, &[pool.id()], Registration::Buffers).expect("any pool should be attachable");
         let tensor = it.take(&pool, 50 * MIB);
         assert_eq!(it.registrar.sync(&[&it.world]).expect("no other rank takes part").registrations, 1);
-        let slept = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
+        let slept = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks should sleep together");
         assert_eq!((slept.deregistrations, it.registrar.stats().buffers), (1, 0));
-        let woken = it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
+        let woken = it.registrar.wake(&it.world, pool.id()).expect("all ranks should wake together");
         assert_eq!((woken.registrations, it.registrar.stats().buffers), (1, 1));
         assert!(matches!(it.registrar.window_of(&it.world, &tensor), Err(LookupError::Plain { .. })));
     });
@@ -180,12 +194,12 @@ nccl_test!(segments_removed_and_created_before_a_sleep_are_synced_after_it, {
         it.trim(&pool);
         let mut late = it.take(&pool, 60 * MIB);
         // No sync has run since then, so a dead segment still has a window, and a new segment has none.
-        let slept = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
+        let slept = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks should sleep together");
         assert_eq!(slept.deregistrations, 3);
         it.meet();
-        let woken = it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
+        let woken = it.registrar.wake(&it.world, pool.id()).expect("all ranks should wake together");
         assert_eq!(woken.registrations, 2, "only live segments");
-        let synced = it.registrar.sync(&[&it.world]).expect("the ranks agree");
+        let synced = it.registrar.sync(&[&it.world]).expect("the ranks should agree");
         assert_eq!((synced.registrations, synced.deregistrations, synced.released_bytes), (1, 0, 30 * MIB));
         it.reduce_right(&it.world, &mut late);
         tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
@@ -196,7 +210,7 @@ nccl_test!(segments_removed_and_created_before_a_sleep_are_synced_after_it, {
 nccl_test!(a_refused_allocation_is_reported_on_all_ranks_and_all_stay_asleep, {
     Job::new(2).run(|it| {
         let (pool, mut tensors) = registered(it);
-        it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
+        it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks should sleep together");
         for nth in 1..=3 {
             it.meet();
             if it.rank == 0 {
@@ -237,7 +251,7 @@ nccl_test!(a_failed_capture_query_is_an_error, {
         let CollectiveSleepError::Refused { ranks, .. } = error else { panic!("{error}") };
         assert_eq!((ranks.len(), ranks[0].obstacle), (1, Obstacle::Stream { code: 700 }));
         cuda::heal();
-        it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
+        it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks should sleep together");
     });
     nothing_is_left();
 });
@@ -245,7 +259,8 @@ nccl_test!(a_failed_capture_query_is_an_error, {
 nccl_test!(unfinished_work_is_reported_on_all_ranks_and_all_stay_awake, {
     Job::new(2).impatient().run(|it| {
         let (pool, mut tensors) = registered(it);
-        let graphs = GraphPool::new(&it.allocator, symmalloc_core::PoolConfig::default()).expect("fits the device");
+        let graphs = GraphPool::new(&it.allocator, symmalloc_core::PoolConfig::default())
+            .expect("the pool should fit into the device");
         let obstacles = |error: CollectiveSleepError| -> Vec<(u32, Obstacle)> {
             let CollectiveSleepError::Refused { ranks, .. } = error else { panic!("{error}") };
             ranks.iter().map(|RankObstacle { rank, obstacle, .. }| (*rank, *obstacle)).collect()
@@ -262,8 +277,8 @@ nccl_test!(unfinished_work_is_reported_on_all_ranks_and_all_stay_awake, {
         drop(work);
         assert_eq!(it.registrar.phase(pool.id()), Ok(Phase::Awake));
         tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
-        it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
-        it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
+        it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks should sleep together");
+        it.registrar.wake(&it.world, pool.id()).expect("all ranks should wake together");
         tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
     });
     nothing_is_left();
@@ -274,7 +289,7 @@ nccl_test!(different_calls_are_reported_on_all_ranks_and_change_nothing, {
         let (pool, mut tensors) = registered(it);
         let second = it.attached_pool();
         let _kept = it.take(&second, 20 * MIB);
-        it.registrar.sync(&[&it.world]).expect("the ranks agree");
+        it.registrar.sync(&[&it.world]).expect("the ranks should agree");
         let sleep = |pool: PoolId, contents| it.registrar.sleep(&it.world, pool, contents);
         let field = |error: CollectiveSleepError| {
             let CollectiveSleepError::Differ { difference, .. } = error else { panic!("{error}") };
@@ -323,7 +338,11 @@ nccl_test!(ranks_whose_histories_differ_do_not_sleep, {
 
 nccl_test!(a_communicator_with_absent_ranks_keeps_the_pool_awake, {
     Job::new(4).run(|it| {
-        let pair = it.world.split(Some(it.world.rank() / 2), 0).expect("all ranks split").expect("with a color");
+        let pair = it
+            .world
+            .split(Some(it.world.rank() / 2), 0)
+            .expect("all ranks should split")
+            .expect("the rank should be in a part");
         let (pool, mut tensors) = registered(it);
         let error = it.registrar.sleep(&pair, pool.id(), Contents::Drop).expect_err("it is not attached");
         assert!(matches!(error, CollectiveSleepError::NotAttached { .. }), "{error}");
@@ -342,17 +361,21 @@ nccl_test!(a_communicator_with_absent_ranks_keeps_the_pool_awake, {
 nccl_test!(communicators_that_end_during_a_sleep_are_skipped_and_reported, ["STUB_NCCL_REUSE_WINDOWS" = "1"], {
     let shared = Mutex::new(None);
     Job::new(4).run(|it| {
-        let pair = it.world.split(Some(it.world.rank() / 2), 0).expect("all ranks split").expect("with a color");
+        let pair = it
+            .world
+            .split(Some(it.world.rank() / 2), 0)
+            .expect("all ranks should split")
+            .expect("the rank should be in a part");
         let pool = it.attached_pool();
         it.registrar
             .attach(&pair, &[pool.id()], it.windows())
             .expect("the pool is not attached to this communicator yet");
         let mut tensor = it.take(&pool, 30 * MIB);
-        it.registrar.sync(&[&it.world, &pair]).expect("the ranks agree");
-        it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
+        it.registrar.sync(&[&it.world, &pair]).expect("the ranks should agree");
+        it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks should sleep together");
         // Only one of four ranks knows that its pair has ended.
         if it.rank == 1 {
-            pair.abort().expect("ended");
+            pair.abort().expect("the communicator should end");
             it.registrar.sweep();
         }
         it.meet();
@@ -373,13 +396,13 @@ nccl_test!(communicators_that_end_during_a_sleep_are_skipped_and_reported, ["STU
         it.registrar
             .attach(&next, &[pool.id()], it.windows())
             .expect("the pool is not attached to this communicator yet");
-        it.registrar.sync(&[&it.world, &next]).expect("the ranks agree");
-        it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
-        let woken = it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
+        it.registrar.sync(&[&it.world, &next]).expect("the ranks should agree");
+        it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks should sleep together");
+        let woken = it.registrar.wake(&it.world, pool.id()).expect("all ranks should wake together");
         assert_eq!((woken.lost, woken.changed), (Vec::<String>::new(), vec![]));
         it.reduce_right(&next, &mut tensor);
-        next.destroy().expect("destroyed");
-        pair.destroy().expect("destroyed");
+        next.destroy().expect("the communicator should be destroyed");
+        pair.destroy().expect("the communicator should be destroyed");
     });
     nothing_is_left();
 });
@@ -394,8 +417,8 @@ nccl_test!(communicators_that_ended_are_forgotten_with_their_pools, {
                 .attach(&next, &[pool.id()], it.windows())
                 .expect("the pool is not attached to this communicator yet");
             let tensor = it.take(&pool, MIB);
-            it.registrar.sync(&[&next]).expect("the ranks agree");
-            next.destroy().expect("destroyed");
+            it.registrar.sync(&[&next]).expect("the ranks should agree");
+            next.destroy().expect("the communicator should be destroyed");
             it.registrar.sweep();
             assert_eq!(
                 format!("{:?}", it.registrar).matches("EndedComm {").count(),
@@ -404,7 +427,7 @@ nccl_test!(communicators_that_ended_are_forgotten_with_their_pools, {
             );
             drop((tensor, pool));
             // A trim releases the memory of a dropped pool, if it was not released before.
-            it.allocator.trim_all().expect("no faults");
+            it.allocator.trim_all().expect("no fault should be injected");
         }
         it.registrar.sweep();
         assert!(!format!("{:?}", it.registrar).contains("EndedComm {"), "{:?}", it.registrar);
@@ -415,14 +438,14 @@ nccl_test!(communicators_that_ended_are_forgotten_with_their_pools, {
 nccl_test!(windows_with_new_handles_are_reported_on_all_ranks, ["STUB_NCCL_REUSE_WINDOWS" = "1"], {
     Job::new(2).run(|it| {
         let (pool, mut tensors) = registered(it);
-        it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
+        it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks should sleep together");
         // Another pool takes the addresses of its windows.
         let other = it.attached_pool();
         let _taken = it.take(&other, 64 * MIB);
-        it.registrar.sync(&[&it.world]).expect("the ranks agree");
+        it.registrar.sync(&[&it.world]).expect("the ranks should agree");
         let mut cursor = InvalidationCursor::default();
         let _none = it.registrar.invalidations(&it.world, &mut cursor);
-        let woken = it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
+        let woken = it.registrar.wake(&it.world, pool.id()).expect("all ranks should wake together");
         let segments: Vec<u32> = woken.changed.iter().map(|(_, segment)| segment.id.0).collect();
         assert!(!segments.is_empty(), "the windows' addresses are in use");
         assert!(woken.changed.iter().all(|(communicator, _)| communicator == it.world.name()));
@@ -438,9 +461,9 @@ nccl_test!(windows_with_new_handles_are_reported_on_all_ranks, ["STUB_NCCL_REUSE
 nccl_test!(a_pool_that_is_detached_during_a_sleep_has_nothing_to_register, {
     Job::new(2).run(|it| {
         let (pool, tensors) = registered(it);
-        it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
-        it.registrar.detach(&it.world, &[pool.id()]).expect("attached");
-        assert_eq!(it.registrar.sync(&[&it.world]).expect("the ranks agree").deregistrations, 0);
+        it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks should sleep together");
+        it.registrar.detach(&it.world, &[pool.id()]).expect("the pool should be attached");
+        assert_eq!(it.registrar.sync(&[&it.world]).expect("the ranks should agree").deregistrations, 0);
         let error = it.registrar.wake(&it.world, pool.id()).expect_err("it is not attached");
         assert!(matches!(error, CollectiveSleepError::NotAttached { .. }), "{error}");
         it.allocator.core().wake(pool.id()).expect("the pool is no longer registered");
@@ -452,17 +475,17 @@ nccl_test!(a_pool_that_is_detached_during_a_sleep_has_nothing_to_register, {
 nccl_test!(a_pool_that_was_detached_during_a_sleep_sleeps_with_its_next_windows, {
     Job::new(2).run(|it| {
         let (pool, mut tensors) = registered(it);
-        it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
-        it.registrar.detach(&it.world, &[pool.id()]).expect("attached");
-        it.registrar.sync(&[&it.world]).expect("the ranks agree");
+        it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks should sleep together");
+        it.registrar.detach(&it.world, &[pool.id()]).expect("the pool should be attached");
+        it.registrar.sync(&[&it.world]).expect("the ranks should agree");
         it.allocator.core().wake(pool.id()).expect("the pool is no longer registered");
         tensors.pop();
         it.trim(&pool);
         it.registrar.attach(&it.world, &[pool.id()], it.windows()).expect("not attached anymore");
-        assert_eq!(it.registrar.sync(&[&it.world]).expect("the ranks agree").registrations, 2);
-        let slept = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
+        assert_eq!(it.registrar.sync(&[&it.world]).expect("the ranks should agree").registrations, 2);
+        let slept = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks should sleep together");
         assert_eq!((slept.deregistrations, slept.memory.released_bytes), (2, 50 * MIB));
-        assert_eq!(it.registrar.wake(&it.world, pool.id()).expect("all ranks wake").registrations, 2);
+        assert_eq!(it.registrar.wake(&it.world, pool.id()).expect("all ranks should wake together").registrations, 2);
         tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
     });
     nothing_is_left();
@@ -476,9 +499,10 @@ nccl_test!(
             let (pool, mut tensors) = registered(it);
             assert!(matches!(it.registrar.window_of(&it.world, &tensors[0]), Err(LookupError::Plain { .. })));
             for _ in 0..5 {
-                let slept = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
+                let slept =
+                    it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks should sleep together");
                 assert_eq!((slept.deregistrations, slept.memory.released_bytes), (3, 90 * MIB));
-                let woken = it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
+                let woken = it.registrar.wake(&it.world, pool.id()).expect("all ranks should wake together");
                 assert_eq!((woken.registrations, woken.changed), (3, vec![]));
                 tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
             }

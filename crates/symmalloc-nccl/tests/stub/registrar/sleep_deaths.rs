@@ -20,7 +20,7 @@ const STUCK: &str = "SYMMALLOC_TEST_STUCK";
 
 /// Runs one rank's program: a sleep and a wake, during which rank 1 dies or gets stuck.
 fn body(rank: usize) {
-    let folder = std::env::var("SYMMALLOC_FLIGHT_RECORDS").expect("set");
+    let folder = std::env::var("SYMMALLOC_FLIGHT_RECORDS").expect("it should be set");
     let variables = [
         ("RANK", rank.to_string()),
         ("WORLD_SIZE", RANKS.to_string()),
@@ -29,23 +29,24 @@ fn body(rank: usize) {
         ("TORCHELASTIC_RUN_ID", folder.clone()),
     ];
     let variable = |name: &str| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| value.clone());
-    let launch = Launch::from_variables(variable).expect("complete");
-    let id = UniqueId::for_job(&launch, Duration::from_secs(60)).expect("all ranks meet");
-    let device = CudaDevice::new(rank).expect("a stub device");
+    let launch = Launch::from_variables(variable).expect("the variables should be complete");
+    let id = UniqueId::for_job(&launch, Duration::from_secs(60)).expect("all ranks should meet");
+    let device = CudaDevice::new(rank).expect("the stub should have a device");
     let builder = Communicator::builder(&device).deadline(DEADLINE).watchdog(WatchdogMode::Abort);
-    let world = builder.connect(id, rank as u32, RANKS as u32).expect("all ranks connect");
+    let world = builder.connect(id, rank as u32, RANKS as u32).expect("all ranks should connect");
     let allocator = CudaAllocator::new(&device, Config::default()).expect("the allocator is created");
-    let stream = device.context().new_stream().expect("a stream");
+    let stream = device.context().new_stream().expect("the driver should create a stream");
     let registrar = Registrar::builder(&allocator).build().expect("the registrar is created");
-    let config = PoolConfig::builder().fixed().symmetric(true).build().expect("valid");
-    let pool = allocator.create_pool(config).expect("the pool fits");
-    registrar.attach(&world, &[pool.id()], Registration::Windows).expect("attached");
-    let _tensors = [20_usize, 30]
-        .map(|size| allocator.with_pool(&pool).alloc_zeroed::<u8>(&stream, size << 20).expect("the allocation fits"));
-    registrar.sync(&[&world]).expect("the ranks agree");
+    let config = PoolConfig::builder().fixed().symmetric(true).build().expect("the configuration should be valid");
+    let pool = allocator.create_pool(config).expect("the pool should fit into the device");
+    registrar.attach(&world, &[pool.id()], Registration::Windows).expect("the pool should be attachable");
+    let _tensors = [20_usize, 30].map(|size| {
+        allocator.with_pool(&pool).alloc_zeroed::<u8>(&stream, size << 20).expect("the allocation should fit")
+    });
+    registrar.sync(&[&world]).expect("the ranks should agree");
     await_syncs(rank, Path::new(&folder));
     if rank == VICTIM {
-        let at = std::env::var(AT).expect("set").parse().expect("a number");
+        let at = std::env::var(AT).expect("it should be set").parse().expect("it should be a number");
         let (call, nth) = if at > 100 { ("ncclCommWindowRegister", at - 100) } else { ("ncclAllGather", at) };
         match std::env::var(STUCK) {
             // The delay imitates a process that is stopped, and resumes after the others have given up on it.
@@ -69,12 +70,12 @@ fn body(rank: usize) {
 /// Makes rank 1 wait until the others have completed the sync as well, so that its death cannot interrupt their sync.
 fn await_syncs(rank: usize, folder: &Path) {
     let printed = |rank: usize| folder.join(format!("synced-{rank}"));
-    std::fs::write(printed(rank), "").expect("written");
+    std::fs::write(printed(rank), "").expect("the write should succeed");
     until(|| rank != VICTIM || (0..RANKS).all(|rank| printed(rank).exists()));
 }
 
 fn sleep_and_wake(registrar: &Registrar, world: &Communicator, pool: symmalloc_core::PoolId) -> String {
-    let phase = || registrar.phase(pool).expect("the pool exists");
+    let phase = || registrar.phase(pool).expect("the pool should exist");
     match registrar.sleep(world, pool, Contents::Drop) {
         Ok(_) => assert_eq!(phase(), Phase::Asleep),
         Err(CollectiveSleepError::Broken { step, is_asleep, error, .. }) => {
@@ -110,7 +111,7 @@ fn sleep_and_wake(registrar: &Registrar, world: &Communicator, pool: symmalloc_c
 
 /// Returns the outcomes that the survivors report when rank 1 dies or gets stuck in call number `at`.
 fn meet(at: u64, is_stuck: bool) -> Vec<String> {
-    let folder = tempfile::tempdir().expect("a folder");
+    let folder = tempfile::tempdir().expect("a folder should be created");
     let (place, at) = (folder.path().to_string_lossy().into_owned(), at.to_string());
     let mut options = vec![("SYMMALLOC_FLIGHT_RECORDS", &*place), (AT, &*at)];
     if is_stuck {

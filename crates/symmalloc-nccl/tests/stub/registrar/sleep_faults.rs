@@ -32,11 +32,11 @@ enum End {
 
 /// Returns a second communicator of all ranks, a pool with two windows on each of the two communicators, and the pool's buffers.
 fn with_windows(it: &Rank) -> (Communicator, Pool<CudaBackend>, Vec<DeviceBuffer<f32>>) {
-    let other = it.world.split(Some(0), 0).expect("all ranks split").expect("with a color");
+    let other = it.world.split(Some(0), 0).expect("all ranks should split").expect("the rank should be in a part");
     let pool = it.attached_pool();
     it.registrar.attach(&other, &[pool.id()], it.windows()).expect("the pool is not attached to this communicator yet");
     let tensors = [20, 30].map(|size| it.take(&pool, size * MIB)).into();
-    it.registrar.sync(&[&it.world, &other]).expect("the ranks agree");
+    it.registrar.sync(&[&it.world, &other]).expect("the ranks should agree");
     (other, pool, tensors)
 }
 
@@ -80,7 +80,7 @@ fn strike(fault: Fault) -> Option<Vec<End>> {
 
 /// Runs the sleep and the wake, and checks the state that the tables specify for this rank.
 fn sleep_and_wake(it: &Rank, other: &Communicator, pool: PoolId, fault: Fault) -> End {
-    let phase = || it.registrar.phase(pool).expect("the pool exists");
+    let phase = || it.registrar.phase(pool).expect("the pool should exist");
     let is_ready = |comm: &Communicator| comm.state() == CommState::Ready;
     match it.registrar.sleep(&it.world, pool, Contents::Drop) {
         Ok(_) => assert_eq!(phase(), Phase::Asleep, "{fault:?}"),
@@ -160,14 +160,14 @@ fn heal(
     // A real program decides out of band which communicators to abort. This test aborts every communicator that is not ready on both
     // ranks.
     it.meet();
-    other.abort().expect("ended");
+    other.abort().expect("the communicator should end");
     it.meet();
     it.registrar.sweep();
     // No further fault is expected, so the deadline allows for a busy machine.
     let next = it.connect_within(PATIENT, "next", shared);
     it.registrar.attach(&next, &[pool], it.windows()).expect("the pool is not attached to this communicator yet");
     if it.world.state() == CommState::Ready {
-        it.world.abort().expect("ended");
+        it.world.abort().expect("the communicator should end");
         it.registrar.sweep();
     }
     it.registrar.sleep(&next, pool, Contents::Drop).unwrap_or_else(|error| panic!("{fault:?}: {error}"));
@@ -175,7 +175,7 @@ fn heal(
     it.registrar.wake(&next, pool).unwrap_or_else(|error| panic!("{fault:?}: {error}"));
     it.registrar.sync(&[&next]).unwrap_or_else(|error| panic!("{fault:?}: {error}"));
     tensors.iter_mut().for_each(|tensor| it.reduce_right(&next, tensor));
-    next.destroy().expect("destroyed");
+    next.destroy().expect("the communicator should be destroyed");
     it.registrar.sweep();
 }
 
@@ -240,7 +240,7 @@ nccl_test!(a_window_of_a_lost_communicator_keeps_its_memory_until_the_communicat
             nccl::slow("ncclCommAbort", Some(1), 1, 4000);
         }
         it.meet();
-        let phase = || it.registrar.phase(pool.id()).expect("the pool exists");
+        let phase = || it.registrar.phase(pool.id()).expect("the pool should exist");
         let error = it.registrar.sleep(&it.world, pool.id(), Contents::Keep).expect_err("a window is left");
         let CollectiveSleepError::Held { ranks, .. } = &error else { panic!("{error}") };
         assert_eq!(ranks.to_string(), "1");
@@ -254,12 +254,12 @@ nccl_test!(a_window_of_a_lost_communicator_keeps_its_memory_until_the_communicat
         until(|| other.state() != CommState::Lost);
         it.registrar.sweep();
         it.meet();
-        it.registrar.sleep(&it.world, pool.id(), Contents::Keep).expect("it has ended");
+        it.registrar.sleep(&it.world, pool.id(), Contents::Keep).expect("it should have ended");
         assert_eq!(phase(), Phase::Asleep);
         let woken = it.registrar.wake(&it.world, pool.id()).expect("the world still works");
         assert_eq!((phase(), woken.lost), (Phase::Awake, vec![other.name().to_owned()]));
         tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
-        other.abort().expect("ended");
+        other.abort().expect("the communicator should end");
         it.registrar.sweep();
     });
     nccl::assert_clean();
@@ -268,7 +268,7 @@ nccl_test!(a_window_of_a_lost_communicator_keeps_its_memory_until_the_communicat
 nccl_test!(a_pool_whose_memory_the_driver_holds_sleeps_again_before_it_wakes, {
     Job::new(1).run(|it| {
         let (other, pool, _tensors) = with_windows(it);
-        let phase = || it.registrar.phase(pool.id()).expect("the pool exists");
+        let phase = || it.registrar.phase(pool.id()).expect("the pool should exist");
         cuda::fail("cuMemUnmap", 1, 700);
         let error = it.registrar.sleep(&it.world, pool.id(), Contents::Keep).expect_err("the driver fails");
         assert!(matches!(error, CollectiveSleepError::Held { .. }), "{error}");
@@ -279,7 +279,7 @@ nccl_test!(a_pool_whose_memory_the_driver_holds_sleeps_again_before_it_wakes, {
         it.registrar.sleep(&it.world, pool.id(), Contents::Keep).expect("the driver releases it");
         assert_eq!(phase(), Phase::Asleep);
         it.registrar.wake(&it.world, pool.id()).expect("it sleeps");
-        other.abort().expect("ended");
+        other.abort().expect("the communicator should end");
         it.registrar.sweep();
     });
 });

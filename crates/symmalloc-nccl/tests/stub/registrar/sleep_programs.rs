@@ -78,15 +78,18 @@ impl Program<'_> {
         self.write(&mut tensor, value);
         self.pools[index].tensors.push((tensor, value));
         let comms: Vec<&Communicator> = self.comms.iter().collect();
-        self.it.registrar.sync(&comms).expect("the ranks agree");
+        self.it.registrar.sync(&comms).expect("the ranks should agree");
     }
 
     fn reserved_bytes(&self, sleeper: &Sleeper) -> u64 {
-        self.it.allocator.core().pool_stats(sleeper.pool.id()).expect("it exists").reserved_bytes.current
+        self.it.allocator.core().pool_stats(sleeper.pool.id()).expect("the pool should exist").reserved_bytes.current
     }
 
     fn write(&self, tensor: &mut DeviceBuffer<f32>, value: f32) {
-        self.it.stream.memcpy_htod(&[value, self.it.rank as f32], &mut tensor.slice_mut(0..2)).expect("copied");
+        self.it
+            .stream
+            .memcpy_htod(&[value, self.it.rank as f32], &mut tensor.slice_mut(0..2))
+            .expect("the copy should succeed");
     }
 
     /// Puts pools to sleep, does other work, and wakes them.
@@ -100,11 +103,12 @@ impl Program<'_> {
             asleep.iter().map(|_| if self.coin() { Contents::Keep } else { Contents::Drop }).collect();
         for (index, contents) in asleep.iter().zip(&contents) {
             let Sleeper { pool, over, .. } = &self.pools[*index];
-            self.it.registrar.sleep(&self.comms[*over], pool.id(), *contents).expect("all ranks sleep");
+            self.it.registrar.sleep(&self.comms[*over], pool.id(), *contents).expect("all ranks should sleep together");
         }
         // Communicators can be suspended once all pools with windows on them sleep.
         let suspends = self.coin();
-        let is_unused = self.it.registrar.communicator_stats(&self.comms[0]).expect("attached").windows == 0;
+        let is_unused =
+            self.it.registrar.communicator_stats(&self.comms[0]).expect("the pool should be attached").windows == 0;
         if let (true, Some(last)) = (suspends, asleep.last()) {
             let Sleeper { pool, over, .. } = &self.pools[*last];
             let slept = self.it.registrar.sleep_and_suspend(&self.comms[*over], pool.id(), Contents::Drop);
@@ -139,14 +143,14 @@ impl Program<'_> {
     fn private(&mut self) {
         if self.below(self.it.ranks) == self.it.rank {
             let stream = &self.it.stream;
-            drop(self.it.allocator.alloc_zeroed::<u8>(stream, 30 << 20).expect("the allocation fits"));
+            drop(self.it.allocator.alloc_zeroed::<u8>(stream, 30 << 20).expect("the allocation should fit"));
         }
     }
 
     /// Fills this rank's device with private memory.
     fn fill(&self, way: usize) -> Full {
-        let config = PoolConfig::builder().fixed().build().expect("valid");
-        let pool = self.it.allocator.create_pool(config).expect("it fits");
+        let config = PoolConfig::builder().fixed().build().expect("the configuration should be valid");
+        let pool = self.it.allocator.create_pool(config).expect("the pool should fit into the device");
         let mut buffers = Vec::new();
         for mib in [64, 16, 2] {
             // SAFETY: every bit pattern is a valid `u8`.
@@ -201,7 +205,7 @@ impl Program<'_> {
             }
             2 if may_trim => {
                 drop(buffers);
-                self.it.allocator.trim_all().expect("trimmed");
+                self.it.allocator.trim_all().expect("the trim should succeed");
             }
             3 => {
                 drop(buffers);
@@ -217,7 +221,7 @@ impl Program<'_> {
         let (rank, mut tensors) = (self.it.rank as f32, std::mem::take(&mut self.pools[index].tensors));
         for (tensor, value) in &mut tensors {
             if contents == Contents::Keep {
-                let held = self.it.stream.clone_dtoh(&tensor.slice(0..2)).expect("copied");
+                let held = self.it.stream.clone_dtoh(&tensor.slice(0..2)).expect("the copy should succeed");
                 assert_eq!(held, [*value, rank]);
             }
             self.comms.iter().for_each(|comm| self.it.reduce_right(comm, tensor));
@@ -234,7 +238,9 @@ fn run(seed: u64, id: &Mutex<Option<symmalloc_nccl::UniqueId>>) {
         let comms = [it.world.clone(), other];
         let pools = (0..2).map(|over| {
             let pool = it.attached_pool();
-            it.registrar.attach(&comms[1], &[pool.id()], it.windows()).expect("symmetric and shareable");
+            it.registrar
+                .attach(&comms[1], &[pool.id()], it.windows())
+                .expect("the pool should be symmetric and registrable");
             Sleeper { pool, tensors: Vec::new(), over }
         });
         let mut program = Program { it, draw: SplitMix64::new(seed), pools: pools.collect(), comms };

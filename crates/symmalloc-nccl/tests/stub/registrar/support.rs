@@ -88,14 +88,14 @@ impl Job {
     }
 
     fn join(&self, rank: usize, id: UniqueId, barrier: Arc<Barrier>) -> Rank {
-        let device = CudaDevice::new(rank).expect("a stub device");
+        let device = CudaDevice::new(rank).expect("the stub should have a device");
         let prefetch_bytes = if rank.is_multiple_of(2) { self.prefetch_bytes } else { 0 };
         let backend =
             CudaBackend::builder(&device).prefetch_bytes(prefetch_bytes).build().expect("the stub supports it");
         let allocator = CudaAllocator::with_backend(backend, Config::default()).expect("a configuration that fits");
         let stream = match self.on_default_stream {
             true => device.context().default_stream(),
-            false => device.context().new_stream().expect("a stream"),
+            false => device.context().new_stream().expect("the driver should create a stream"),
         };
         allocator.register_stream(&stream).expect("stream ids are available");
         let registrar = Registrar::builder(&allocator).check_offsets(self.check_offsets).build();
@@ -109,7 +109,7 @@ impl Job {
             allocator,
             stream,
             registrar: registrar.expect("the device reports its size"),
-            world: world.expect("all ranks connect"),
+            world: world.expect("all ranks should connect"),
             mode: self.mode,
             deadline: self.deadline,
             barrier,
@@ -132,8 +132,9 @@ impl Rank {
         &self,
         configure: impl FnOnce(PoolConfigBuilder) -> PoolConfigBuilder,
     ) -> Pool<CudaBackend> {
-        let config = configure(PoolConfig::builder().symmetric(true)).build().expect("valid");
-        self.allocator.create_pool(config).expect("fits the device")
+        let config =
+            configure(PoolConfig::builder().symmetric(true)).build().expect("the configuration should be valid");
+        self.allocator.create_pool(config).expect("the pool should fit into the device")
     }
 
     /// Returns an attachment for windows with the job's agreement mode.
@@ -144,7 +145,9 @@ impl Rank {
     /// Creates a symmetric pool with fixed segments, attached to the world for windows.
     pub(crate) fn attached_pool(&self) -> Pool<CudaBackend> {
         let pool = self.pool();
-        self.registrar.attach(&self.world, &[pool.id()], self.windows()).expect("symmetric and shareable");
+        self.registrar
+            .attach(&self.world, &[pool.id()], self.windows())
+            .expect("the pool should be symmetric and registrable");
         pool
     }
 
@@ -152,12 +155,12 @@ impl Rank {
     pub(crate) fn take(&self, pool: &Pool<CudaBackend>, size_bytes: u64) -> DeviceBuffer<f32> {
         // SAFETY: every bit pattern is a valid `f32`.
         unsafe { self.allocator.with_pool(pool).alloc(&self.stream, size_bytes as usize / 4) }
-            .expect("the allocation fits")
+            .expect("the allocation should fit")
     }
 
     /// Trims a pool. Returns the number of bytes released.
     pub(crate) fn trim(&self, pool: &Pool<CudaBackend>) -> u64 {
-        self.allocator.core().trim_pool(pool.id()).expect("no faults")
+        self.allocator.core().trim_pool(pool.id()).expect("no fault should be injected")
     }
 
     /// Returns a buffer's offset in its window, which must be equal on all ranks.
@@ -171,10 +174,10 @@ impl Rank {
         let mut end = buffer.slice_mut(from..);
         let value = |rank: usize, index: usize| (rank * 1000 + index % 97) as f32;
         let input: Vec<f32> = (0..end.len()).map(|index| value(comm.rank() as usize, index)).collect();
-        self.stream.memcpy_htod(&input, &mut end).expect("copied");
+        self.stream.memcpy_htod(&input, &mut end).expect("the copy should succeed");
         comm.all_reduce_in_place(&mut end, ReduceOp::Sum, &self.stream).expect("all ranks submit");
-        let output = self.stream.clone_dtoh(&end).expect("copied");
-        self.stream.synchronize().expect("the stream completes");
+        let output = self.stream.clone_dtoh(&end).expect("the copy should succeed");
+        self.stream.synchronize().expect("the stream should complete");
         for (index, sum) in output.into_iter().enumerate() {
             let expected: f32 = (0..comm.ranks() as usize).map(|rank| value(rank, index)).sum();
             assert_eq!(sum, expected, "rank {}, element {index}", self.rank);
@@ -199,7 +202,7 @@ impl Rank {
         self.meet();
         let id = shared.lock().expect("the lock is not poisoned").expect("rank 0 set it");
         let comm = Communicator::builder(&self.device).deadline(deadline).watchdog(WatchdogMode::Off).name(name);
-        comm.connect(id, self.rank as u32, self.ranks as u32).expect("all ranks connect")
+        comm.connect(id, self.rank as u32, self.ranks as u32).expect("all ranks should connect")
     }
 
     /// Checks the allocator's invariants.

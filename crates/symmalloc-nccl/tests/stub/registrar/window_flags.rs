@@ -10,10 +10,10 @@ nccl_test!(windows_get_the_flags_that_the_library_has, ["STUB_NCCL_VERSION" = "2
             let pool = it.pool();
             let mut tensor = it.take(&pool, 8 * MIB);
             it.registrar.attach(&it.world, &[pool.id()], with_flags(flags)).expect("the library has the flags");
-            it.registrar.sync(&[&it.world]).expect("all ranks sync");
+            it.registrar.sync(&[&it.world]).expect("all ranks should sync");
             it.reduce_right(&it.world, &mut tensor);
-            it.registrar.detach(&it.world, &[pool.id()]).expect("it is attached");
-            it.registrar.sync(&[&it.world]).expect("all ranks sync");
+            it.registrar.detach(&it.world, &[pool.id()]).expect("the pool should be attached");
+            it.registrar.sync(&[&it.world]).expect("all ranks should sync");
         }
     });
     nothing_is_left();

@@ -389,7 +389,7 @@ impl Stderr {
             Stderr::Read => return,
             Stderr::Full => File::options().write(true).open("/dev/full").expect("the device exists").into_raw_fd(),
             Stderr::Closed | Stderr::ClosedToSubscriber | Stderr::Unread => {
-                let (reader, mut writer) = std::io::pipe().expect("a pipe");
+                let (reader, mut writer) = std::io::pipe().expect("the system should create a pipe");
                 if self == Stderr::Unread {
                     // SAFETY: changes a flag of a descriptor that this function owns.
                     unsafe { libc::fcntl(writer.as_raw_fd(), libc::F_SETFL, libc::O_NONBLOCK) };
@@ -490,7 +490,7 @@ fn follow_stopped(ending: &Ending, folder: &Path) -> Option<SystemTime> {
 
 /// Runs the ranks of a scenario. Returns what is wrong with their ends, and the number of ranks that the watchdog ended.
 fn run(indices: Indices) -> (Vec<String>, usize) {
-    let (ending, folder) = (Ending::of(indices), tempfile::tempdir().expect("a folder"));
+    let (ending, folder) = (Ending::of(indices), tempfile::tempdir().expect("a folder should be created"));
     let text = indices.map(|index| index.to_string()).join(" ");
     let options = [(SCENARIO, &*text), ("SYMMALLOC_FLIGHT_RECORDS", &*folder.path().to_string_lossy())];
     let (outputs, stopped) = std::thread::scope(|scope| {

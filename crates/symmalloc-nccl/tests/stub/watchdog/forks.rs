@@ -32,7 +32,7 @@ fn die_before_a_child() -> ! {
 
 /// Runs three ranks, one of which dies while its child lives.
 fn deaths_before_children(victim: usize) {
-    let records = tempfile::tempdir().expect("a folder");
+    let records = tempfile::tempdir().expect("a folder should be created");
     let outputs = ranks(3, &[("SYMMALLOC_FLIGHT_RECORDS", &records.path().to_string_lossy())], |rank| {
         let mut own = Rank::new(rank, 3, LONG);
         own.reduce().expect("all ranks are alive");
@@ -62,23 +62,25 @@ nccl_test!(the_death_of_another_rank_is_noticed_while_its_child_lives, ["STUB_DE
 
 // Regression test: a child waited for NCCL's threads, which it does not have, and destroyed what the parent uses.
 nccl_test!(a_child_that_ends_communicators_makes_no_call_of_nccl, {
-    let device = CudaDevice::new(0).expect("a stub device");
+    let device = CudaDevice::new(0).expect("the stub should have a device");
     let comm = Communicator::builder(&device).deadline(LONG);
-    let comm = comm.connect(UniqueId::new().expect("an id"), 0, 1).expect("connected");
-    let allocator = CudaAllocator::new(&device, Config::default()).expect("an allocator");
-    let config = "segments:reserved,segment_mb:2,symmetric:true".parse::<PoolConfig>().expect("valid");
-    let pool = allocator.create_pool(config).expect("a pool");
-    let registrar = Registrar::builder(&allocator).build().expect("a registrar");
-    registrar.attach(&comm, &[pool.id()], Registration::Windows).expect("attached");
-    let stream = device.context().new_stream().expect("a stream");
-    let buffer = allocator.with_pool(&pool).alloc_zeroed::<f32>(&stream, 1024).expect("memory");
-    registrar.sync(&[&comm]).expect("registered");
-    let announcement = comm.announcement("step", None, &stream).expect("announced");
+    let comm =
+        comm.connect(UniqueId::new().expect("NCCL should create an id"), 0, 1).expect("the connection should succeed");
+    let allocator = CudaAllocator::new(&device, Config::default()).expect("the allocator should be created");
+    let config =
+        "segments:reserved,segment_mb:2,symmetric:true".parse::<PoolConfig>().expect("the text should be valid");
+    let pool = allocator.create_pool(config).expect("the pool should be created");
+    let registrar = Registrar::builder(&allocator).build().expect("the registrar should be created");
+    registrar.attach(&comm, &[pool.id()], Registration::Windows).expect("the pool should be attachable");
+    let stream = device.context().new_stream().expect("the driver should create a stream");
+    let buffer = allocator.with_pool(&pool).alloc_zeroed::<f32>(&stream, 1024).expect("memory should suffice");
+    registrar.sync(&[&comm]).expect("the registration should succeed");
+    let announcement = comm.announcement("step", None, &stream).expect("the work should be announced");
     let owned = ManuallyDrop::new((announcement, registrar, buffer, pool, allocator, comm));
     let code = in_child(|| {
         let calls = nccl::all_calls();
-        owned.5.destroy().expect("nothing to do");
-        owned.5.abort().expect("nothing to do");
+        owned.5.destroy().expect("the call should have nothing to do");
+        owned.5.abort().expect("the call should have nothing to do");
         // SAFETY: the child does not use the original.
         drop(unsafe { ptr::read(&raw const *owned) });
         assert_eq!(nccl::all_calls(), calls);

@@ -116,7 +116,7 @@ impl Plan {
                     registrar.sync(&[&it.comm])?;
                 }
                 4 => {
-                    let part = it.comm.split(Some(0), rank as u32)?.expect("with a color");
+                    let part = it.comm.split(Some(0), rank as u32)?.expect("the rank should be in a part");
                     part.all_reduce_in_place(&mut it.buffer, ReduceOp::Max, &it.stream)?;
                     part.synchronize(&it.stream)?;
                     part.destroy()?;
@@ -184,7 +184,8 @@ impl Plan {
 
 /// Returns `by_day` seeds starting at `SYMMALLOC_FIRST_SEED`, which splits a long run into parts.
 pub(super) fn seeds(by_day: u64) -> Range<u64> {
-    let number = |name, default| std::env::var(name).map_or(default, |text| text.parse().expect("a number"));
+    let number =
+        |name, default| std::env::var(name).map_or(default, |text| text.parse().expect("it should be a number"));
     let first = number("SYMMALLOC_FIRST_SEED", 0);
     first..first + number("SYMMALLOC_SEEDS", by_day)
 }
@@ -214,7 +215,7 @@ fn process(plan: &Plan, rank: usize) {
     let mut it = Rank::new(rank, plan.ranks, plan.deadline());
     let pid = it.folder.join("victim.pid");
     if rank == plan.victim {
-        std::fs::write(&pid, std::process::id().to_string()).expect("written");
+        std::fs::write(&pid, std::process::id().to_string()).expect("the write should succeed");
     }
     let outcome = plan.run(&mut it).and_then(|()| Ok(it.comm.destroy()?));
     // A fault that has not struck by now no longer strikes.
@@ -224,7 +225,7 @@ fn process(plan: &Plan, rank: usize) {
         Ok(()) => {
             println!("OUTCOME fine");
             // NCCL needs all ranks until all of them have destroyed the communicator.
-            std::fs::write(it.folder.join(format!("through.{rank}")), "").expect("written");
+            std::fs::write(it.folder.join(format!("through.{rank}")), "").expect("the write should succeed");
             let are_through = || (0..plan.ranks).all(|rank| it.folder.join(format!("through.{rank}")).exists());
             let begun = Instant::now();
             while !are_through() && begun.elapsed() < 2 * plan.deadline() {
@@ -238,7 +239,10 @@ fn process(plan: &Plan, rank: usize) {
     let is_lost = it.comm.state() == CommState::Lost;
     let kept = is_lost.then_some(it);
     if is_stopped {
-        let stopped: i32 = std::fs::read_to_string(&pid).expect("written").parse().expect("a number");
+        let stopped: i32 = std::fs::read_to_string(&pid)
+            .expect("the file should have been written")
+            .parse()
+            .expect("it should be a number");
         // By then, no rank has a communicator that would notice the death.
         std::thread::sleep(Duration::from_secs(1));
         // SAFETY: the call only ends another rank of this test, which is stopped.
@@ -261,7 +265,7 @@ fn await_nothing_held(files_kept: usize) {
         }
         if begun.elapsed() > 3 * DEADLINE {
             let open = std::fs::read_dir("/proc/self/fd")
-                .expect("/proc is available")
+                .expect("/proc should be available")
                 .filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok().map(|path| path.display().to_string()));
             let open = open.collect::<Vec<_>>().join(" ");
             println!("LEAK {threads} threads, {files} files, {files_kept} may stay: {open}");
@@ -299,13 +303,13 @@ nccl_test!(processes_end_within_the_deadline_with_correct_reports, {
     const FATES: [Fate; 8] =
         [Fate::None, Fate::Dies, Fate::Dies, Fate::Stops, Fate::Slow, Fate::Fails, Fate::Hangs, Fate::Leaves];
     if let Ok(seed) = std::env::var(SEED) {
-        let plan = Plan::new(seed.parse().expect("a number"), &FATES);
+        let plan = Plan::new(seed.parse().expect("it should be a number"), &FATES);
         ranks(plan.ranks, &[], |rank| process(&plan, rank));
     }
     let worst = Mutex::new(Duration::ZERO);
     each_at_a_time(seeds(SEEDS_OF_PROCESSES), |seed| {
         let plan = Plan::new(seed, &FATES);
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a folder should be created");
         let options = [(SEED, &*seed.to_string()), ("SYMMALLOC_FLIGHT_RECORDS", &*folder.path().to_string_lossy())];
         let begun = Instant::now();
         let outputs = ranks(plan.ranks, &options, |_| unreachable!("a rank has a seed"));
@@ -318,8 +322,12 @@ nccl_test!(processes_end_within_the_deadline_with_correct_reports, {
 
 /// Returns the number of threads and descriptors of this process, without the stub's sockets, which last as long as the process.
 fn held() -> (usize, usize) {
-    let entries = |folder| std::fs::read_dir(folder).expect("/proc").map(|entry| entry.expect("readable").file_name());
-    let number = |name: std::ffi::OsString| name.to_str().expect("a number").parse::<i32>().expect("a number");
+    let entries = |folder| {
+        std::fs::read_dir(folder).expect("/proc").map(|entry| entry.expect("it should be readable").file_name())
+    };
+    let number = |name: std::ffi::OsString| {
+        name.to_str().expect("it should be a number").parse::<i32>().expect("it should be a number")
+    };
     let files = entries("/proc/self/fd").filter(|name| !is_socket_of_the_stub(number(name.clone())));
     (entries("/proc/self/task").count(), files.count())
 }
@@ -348,7 +356,7 @@ nccl_test!(threads_end_within_the_deadline_and_leak_nothing, {
     let (mut before, seeds) = (None, seeds(SEEDS_OF_THREADS));
     for seed in seeds.clone() {
         let plan = Plan::new(seed, &FATES);
-        let id = UniqueId::new().expect("an id");
+        let id = UniqueId::new().expect("NCCL should create an id");
         let outcomes = std::thread::scope(|scope| {
             let rank = |rank: usize| {
                 scope.spawn(move || {

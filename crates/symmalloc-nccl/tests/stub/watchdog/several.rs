@@ -15,10 +15,15 @@ const PARTS: u32 = 2;
 /// Runs three ranks, each with a world and further communicators. Rank 1 sends itself a signal, and `name` checks the error of the others.
 /// The others must have dropped all communicators `limit` after the signal.
 fn lose_rank_1(signal: i32, slow_call: &str, limit: Duration, name: fn(&FailureCause) -> bool) -> Vec<RankOutput> {
-    let folder_of_records = tempfile::tempdir().expect("a folder");
+    let folder_of_records = tempfile::tempdir().expect("a folder should be created");
     ranks(3, &[("SYMMALLOC_FLIGHT_RECORDS", &folder_of_records.path().to_string_lossy())], |rank| {
         let mut it = Rank::new(rank, 3, DEADLINE);
-        let split = |_| it.comm.split(Some(0), it.comm.rank()).expect("all ranks split").expect("with a color");
+        let split = |_| {
+            it.comm
+                .split(Some(0), it.comm.rank())
+                .expect("all ranks should split")
+                .expect("the rank should be in a part")
+        };
         let parts: Vec<_> = (0..PARTS).map(split).collect();
         // On a device, these calls wait for the proxies of all peers.
         nccl::slow(slow_call, Some(rank), 0, 60_000);
@@ -26,9 +31,9 @@ fn lose_rank_1(signal: i32, slow_call: &str, limit: Duration, name: fn(&FailureC
         if rank == 1 {
             // The last of these may still be running on the other ranks when the signal arrives.
             for _ in 0..3 {
-                it.reduce().expect("all ranks take part");
+                it.reduce().expect("all ranks should take part");
             }
-            fs::write(&victim, std::process::id().to_string()).expect("written");
+            fs::write(&victim, std::process::id().to_string()).expect("the write should succeed");
             // SAFETY: the call only ends or stops this process.
             unsafe { libc::kill(libc::getpid(), signal) };
             loop {
@@ -40,12 +45,15 @@ fn lose_rank_1(signal: i32, slow_call: &str, limit: Duration, name: fn(&FailureC
         let first = Instant::now();
         drop(parts);
         drop(it);
-        let took = fs::metadata(&victim).and_then(|metadata| metadata.modified()).expect("the file exists");
+        let took = fs::metadata(&victim).and_then(|metadata| metadata.modified()).expect("the file should exist");
         let took = SystemTime::now().duration_since(took).expect("the signal came first");
         println!("all communicators ended {took:?} after the signal, {:?} after the first error", first.elapsed());
-        fs::write(folder().join(format!("through.{rank}")), "").expect("written");
+        fs::write(folder().join(format!("through.{rank}")), "").expect("the write should succeed");
         stub_process::until(|| [0, 2].iter().all(|rank| folder().join(format!("through.{rank}")).exists()));
-        let pid: i32 = fs::read_to_string(&victim).expect("written").parse().expect("a number");
+        let pid: i32 = fs::read_to_string(&victim)
+            .expect("the file should have been written")
+            .parse()
+            .expect("it should be a number");
         if rank == 0 {
             // SAFETY: the call only ends rank 1 of this test.
             unsafe { libc::kill(pid, libc::SIGKILL) };

@@ -63,7 +63,7 @@ impl Stop {
                     registrar.sync(&[&it.comm])?;
                 }
                 1 => {
-                    let part = it.comm.split(Some(0), it.comm.rank())?.expect("with a color");
+                    let part = it.comm.split(Some(0), it.comm.rank())?.expect("the rank should be in a part");
                     part.all_reduce_in_place(&mut it.buffer, ReduceOp::Max, &it.stream)?;
                     part.synchronize(&it.stream)?;
                     part.destroy()?;
@@ -81,7 +81,7 @@ impl Stop {
     fn stop_in_a_while(self) {
         std::thread::spawn(move || {
             std::thread::sleep(self.moment);
-            fs::write(folder().join("victim.pid"), std::process::id().to_string()).expect("written");
+            fs::write(folder().join("victim.pid"), std::process::id().to_string()).expect("the write should succeed");
             // SAFETY: the call only stops this process.
             unsafe { libc::kill(libc::getpid(), libc::SIGSTOP) };
         });
@@ -92,7 +92,7 @@ impl Stop {
         let file = folder.join("victim.pid");
         let read = || fs::read_to_string(&file).ok().and_then(|text| text.parse::<i32>().ok());
         let pid = until_some(read);
-        let stopped = fs::metadata(&file).and_then(|metadata| metadata.modified()).expect("the file exists");
+        let stopped = fs::metadata(&file).and_then(|metadata| metadata.modified()).expect("the file should exist");
         std::thread::sleep(DEADLINE + 2 * LATE);
         // SAFETY: the call only ends a rank of this test, which is stopped.
         unsafe { libc::kill(pid, libc::SIGKILL) };
@@ -122,7 +122,7 @@ impl Busyness {
 
 nccl_test!(a_rank_that_is_stopped_at_any_moment_ends_the_others_in_time_after_the_deadline, {
     if let Ok(seed) = std::env::var(SEED) {
-        let stop = Stop::new(seed.parse().expect("a number"));
+        let stop = Stop::new(seed.parse().expect("it should be a number"));
         ranks(stop.ranks, &[], |rank| {
             let mut it = Rank::new(rank, stop.ranks, DEADLINE);
             let error = stop.work(&mut it).expect_err("it ends with an error");
@@ -138,7 +138,7 @@ nccl_test!(a_rank_that_is_stopped_at_any_moment_ends_the_others_in_time_after_th
         move || busyness.measure()
     });
     each_at_a_time(seeds(STOPS), |seed| {
-        let (stop, folder) = (Stop::new(seed), tempfile::tempdir().expect("a folder"));
+        let (stop, folder) = (Stop::new(seed), tempfile::tempdir().expect("a folder should be created"));
         let options = [(SEED, &*seed.to_string()), ("SYMMALLOC_FLIGHT_RECORDS", &*folder.path().to_string_lossy())];
         let (stopped, outputs) = std::thread::scope(|scope| {
             let _exit = ExitOnPanic;

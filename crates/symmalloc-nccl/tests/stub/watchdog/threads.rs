@@ -5,7 +5,8 @@ use symmalloc_cuda::CudaDevice;
 use symmalloc_nccl::{CommError, Communicator, UniqueId, WatchdogMode};
 
 nccl_test!(a_communicator_without_a_watchdog_is_an_error_with_a_remedy, {
-    let (device, id) = (CudaDevice::new(0).expect("a stub device"), UniqueId::new().expect("the stub creates an id"));
+    let (device, id) =
+        (CudaDevice::new(0).expect("the stub should have a device"), UniqueId::new().expect("the stub creates an id"));
     refuse_threads();
     let connect = |mode| Communicator::builder(&device).watchdog(mode).connect(id, 0, 1).map(drop);
     for mode in [WatchdogMode::Exit, WatchdogMode::Abort] {
