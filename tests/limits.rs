@@ -102,6 +102,31 @@ fn the_default_granules_of_stitching_shrink_to_the_limit() {
     assert_eq!(small.placement.offset_bytes, 80 * MIB, "at the end of the range");
 }
 
+/// A job may have many heaps that hold a few small tensors each: of private pools, graphs and streams.
+#[test]
+fn a_heap_of_small_tensors_holds_at_most_twice_their_size() {
+    let allocator: Allocator<_> =
+        Allocator::new(SimBackend::builder().build(), config("stitching:true")).expect("a valid configuration");
+    let reserved = || allocator.stats().reserved_bytes.current;
+    let streams: Vec<_> = (0..10).map(|_| allocator.register_stream().expect("a stream id is available")).collect();
+    for &stream in &streams {
+        let _live = allocator.allocate(POOL, stream, 512).expect("the device has memory");
+    }
+    assert_eq!(reserved(), 10 * 2 * MIB);
+    let (before, stream, size_bytes) = (9 * 2 * MIB, streams[0], 256 * 1024);
+    let mut held = Vec::new();
+    for live_bytes in (1..=256).map(|count| count * size_bytes) {
+        held.push(allocator.allocate(POOL, stream, size_bytes).expect("the device has memory").handle);
+        let (heap, live_bytes) = (reserved() - before, live_bytes + 512);
+        let most = (2 * live_bytes).clamp(2 * MIB, live_bytes + 16 * MIB);
+        assert!(heap <= most, "{heap} bytes are reserved for {live_bytes}");
+    }
+    // The segments are released like any other, and the heap is then as new.
+    held.into_iter().for_each(|handle| allocator.free(handle).expect("the allocation is live"));
+    allocator.trim_all().expect("nothing fails");
+    assert_eq!(reserved(), 10 * 2 * MIB);
+}
+
 /// A restored heap grows like the saved one, also next to a tight segment.
 #[test]
 fn a_layout_with_a_tight_segment_is_restored() {

@@ -114,8 +114,23 @@ impl Heap {
         stream: StreamId,
         size: u64,
     ) -> Result<(), Shortage> {
-        let obtained = self.obtain(config, headroom, granularity, stream, size);
+        let obtained = match self.first_segment(config, (granularity, unit), size) {
+            Some(first) => self.create_segment(headroom, first, first, false),
+            None => self.obtain(config, headroom, granularity, stream, size),
+        };
         obtained.or_else(|shortage| self.squeeze(config, headroom, unit, size, shortage))
+    }
+
+    /// Returns the size of the segment that a heap that stitches creates for a small request while it has less memory
+    /// than a granule.
+    fn first_segment(&self, config: &PoolConfig, (granule, unit): (u64, u64), size: u64) -> Option<u64> {
+        config.stitching()?;
+        if !has_free_size(config) || granule == unit {
+            return None;
+        }
+        let mapped: u64 = self.segments.iter().map(Segment::mapped).sum();
+        let first = [size, mapped, granule / 8].into_iter().max()?.next_multiple_of(unit);
+        (mapped < granule && first <= granule / 2).then_some(first)
     }
 
     /// Creates a segment of exactly `size` bytes, in units of the device, if that is less than a limit refused.

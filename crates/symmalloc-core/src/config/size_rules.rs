@@ -17,6 +17,9 @@ const LARGE_BYTES_MIN: u64 = 10 * MIB;
 /// PyTorch's `kSmallBuffer` and `kRoundLarge`, in bytes.
 const SMALL_SEGMENT_BYTES: u64 = 2 * MIB;
 
+/// The first tight segment of a heap is its granule divided by this number: 2 MiB of 16 MiB, PyTorch's small segment.
+const FIRST_SEGMENTS: Units = 8;
+
 /// The two classes by which usage is counted. In pools of fixed segments, each class also has separate segments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum SizeClass {
@@ -158,6 +161,16 @@ impl SizeRules {
     /// Returns the least memory that holds a block: its size, rounded up to the backend's granularity.
     pub(crate) fn tight_size(&self, block: Units) -> Units {
         block.next_multiple_of(self.granularity)
+    }
+
+    /// Returns the size of the tight segment with which a heap of `mapped_bytes` serves a block, if it has less memory
+    /// than a granule and the block is at most half of one. These segments double the heap until it has a granule.
+    pub(crate) fn first_segment(&self, block: Units, mapped_bytes: u64) -> Option<Units> {
+        if self.granule == self.granularity || mapped_bytes >= bytes(self.granule) {
+            return None;
+        }
+        let size = self.tight_size(block.max(units(mapped_bytes)).max(self.granule / FIRST_SEGMENTS));
+        (size <= self.granule / 2).then_some(size)
     }
 
     /// Returns `true` if a segment that ends here is tight: its memory fills its range, and it never grows. All other

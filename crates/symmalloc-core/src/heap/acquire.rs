@@ -6,10 +6,12 @@
 //! | reserved | its only segment, at the heap's first op; nothing afterwards |
 //! | expandable, growth 0 | nothing: only `reserve` makes it grow, in the lowest hole or at the end of the range |
 //! | expandable | a stitched range, if the pool stitches; memory for the lowest hole that makes the request fit; otherwise growth at the end of the range |
+//! | expandable, stitching, less than a granule mapped | for a small request, a tight segment of an eighth of a granule, or as large as the heap already is |
 //!
-//! If a configured limit refuses that much, but has room for the request alone, rounded to the backend's granularity, the
-//! heap acquires a *tight* segment of exactly that size. The segment is smaller than a granule of stitching or a segment
-//! of PyTorch's size, or ends inside of a granule. It never grows.
+//! A *tight* segment is mapped to its end in the backend's granularity, and never grows. Most heaps of a program hold a
+//! few small tensors, for which a whole granule would be too much. The first segments of a heap that stitches are
+//! therefore tight. If a configured limit refuses more memory, but has room for the request alone, the heap acquires a
+//! tight segment of exactly that size.
 //!
 //! On success the index contains a free block that is large enough, which the caller takes like any other. Budgets are
 //! charged first, and everything is undone if a driver call fails: the heap is then unchanged (rule D4). A range from
@@ -67,6 +69,9 @@ impl<L: Lock> Heap<L> {
                 Err(Shortage::of(size, OutOfMemoryCause::SegmentFull { segment_bytes: self.arena.mapped_bytes() }))
             }
             SegmentPolicy::Expandable(knobs) => {
+                if let Some(first) = self.arena.rules().first_segment(size, self.arena.mapped_bytes()) {
+                    return self.create_segment(context, stream, SizeClass::Large, first, first);
+                }
                 if let Some(stitching) = self.config.stitching().cloned()
                     && let Some(slot) = self.stitch(context, stream, size, &knobs, &stitching)?
                 {

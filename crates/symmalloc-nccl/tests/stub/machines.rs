@@ -30,9 +30,11 @@ fn folder() -> PathBuf {
 }
 
 /// Leaves a mark of this rank that the others and the test can see.
+/// Writes a file with the id of this process. A file that exists is complete.
 fn mark(name: &str, rank: usize) {
-    fs::write(folder().join(format!("{name}.{rank}")), std::process::id().to_string())
-        .expect("the write should succeed");
+    let (partial, path) = (folder().join(format!("partial.{rank}")), folder().join(format!("{name}.{rank}")));
+    fs::write(&partial, std::process::id().to_string()).expect("the write should succeed");
+    fs::rename(partial, path).expect("the folder should be writable");
 }
 
 fn is_marked(folder: &Path, name: &str, mut ranks: impl Iterator<Item = usize>) -> bool {

@@ -318,7 +318,7 @@ stub_test!(a_trace_continues_with_names_after_a_pool_returned_to_a_checkpoint, {
             "a 2 3145728 s0 p1 -> 0@0 revived 3145728",
             "a 3 1048576 s0 \"model.py:7 forward\" -> 0@0",
             "a 4 1048576 s0 \"\u{fffd}\" -> 0@1048576",
-            "a 5 1048576 s0 -> 0@2097152",
+            "a 5 1048576 s0 -> 1@0",
         ]
     );
 });
@@ -339,7 +339,7 @@ stub_test!(a_listener_is_notified_after_mapping_and_before_unmapping, {
     assert_ne!(symmalloc_torch_trim(0, 0), SYMMALLOC_OK);
     heal();
     done(symmalloc_torch_trim(0, 0));
-    assert_eq!(*CHANGES.lock().expect("no panic"), [(true, 16 << 20), (false, 16 << 20), (false, 16 << 20)]);
+    assert_eq!(*CHANGES.lock().expect("no panic"), [(true, 6 << 20), (false, 6 << 20), (false, 6 << 20)]);
     // SAFETY: none.
     unsafe { symmalloc_torch_on_memory(None) };
     allocate(5 * MIB, null_mut(), 0);

@@ -400,7 +400,7 @@ nccl_test!(one_rank_alone_releases_private_memory_while_symmetric_pools_are_awak
         windows.iter().for_each(|windows| _ = windows.sync());
         allocator.sleep(pools[0], KEEP);
         if rank == 1 {
-            assert_eq!(allocator.trim_private(), 16 << 20, "a granule of the default settings");
+            assert_eq!(allocator.trim_private(), 6 << 20, "the first segment of the heap");
             assert_eq!(allocator.trim_private(), 0);
         }
         allocator.wake(pools[0]);

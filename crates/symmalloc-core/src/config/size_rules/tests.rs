@@ -1,6 +1,7 @@
 //! Unit tests of `config/size_rules.rs`.
 
 use super::*;
+use crate::config::Stitching;
 use crate::config::policy::FixedSegments;
 
 fn fixed(knobs: FixedSegments) -> SizeRules {
@@ -73,3 +74,20 @@ fn power_of_two_divisions_round_as_in_pytorchs_documentation() {
 }
 
 use crate::types::units::KIB;
+
+#[test]
+fn first_segments_double_a_heap_up_to_a_granule() {
+    let config = PoolConfig::builder().stitching(Stitching::with_granule(16 * MIB)).build().expect("a valid pool");
+    let rules = SizeRules::new(&config, 2 * MIB);
+    let first = |block, mapped| rules.first_segment(units(block), mapped).map(bytes);
+    for (mapped, segment) in [(0, 2), (2, 2), (4, 4), (8, 8)] {
+        assert_eq!(first(512, mapped * MIB), Some(segment * MIB), "with {mapped} MiB mapped");
+    }
+    assert_eq!(first(3 * MIB, 0), Some(4 * MIB), "a larger block gets a segment that holds it");
+    assert_eq!(first(8 * MIB, 2 * MIB), Some(8 * MIB));
+    assert_eq!(first(8 * MIB + 512, 0), None, "more than half of a granule grows the heap");
+    assert_eq!(first(512, 10 * MIB), None, "a tight segment is smaller than the rest of the granule");
+    assert_eq!(first(512, 16 * MIB), None);
+    assert_eq!(SizeRules::new(&config, 16 * MIB).first_segment(1, 0), None, "the granularity is the granule");
+    assert_eq!(SizeRules::new(&PoolConfig::default(), 2 * MIB).first_segment(1, 0), None, "nothing is stitched");
+}
