@@ -4,6 +4,7 @@
 mod agreement;
 mod agreement_protocol;
 mod arenas;
+mod bases;
 mod conformance;
 mod digests;
 mod exhaustive;

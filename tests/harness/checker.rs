@@ -158,7 +158,7 @@ pub fn outcome(result: Result<Option<Allocation>, StepError>) -> Outcome {
         StepError::Allocate(AllocateError::TooLarge { .. }) => Refusal::TooLarge,
         StepError::Allocate(AllocateError::OutOfMemory(error)) => match error.cause {
             OutOfMemoryCause::Limit { scope, .. } => Refusal::Limit(scope),
-            OutOfMemoryCause::SegmentFull { .. } => Refusal::SegmentFull,
+            OutOfMemoryCause::SegmentFull { .. } | OutOfMemoryCause::AddressesFull { .. } => Refusal::SegmentFull,
             _ => Refusal::Driver,
         },
         StepError::Pool(PoolError::InUse { .. } | PoolError::Default) => Refusal::PoolInUse,

@@ -2,6 +2,7 @@
 //! there.
 
 use symmalloc_core::backend::{Backend, BackendError, Event, Image, Part, Range, RangeOffset};
+use symmalloc_core::base::{Base, BaseError, SLOT_BYTES};
 use symmalloc_core::{PoolId, StreamId};
 
 /// A call of a backend.
@@ -46,6 +47,15 @@ impl<B: Backend, F: Fn(DeviceCall)> Backend for Hooked<B, F> {
     }
     fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError> {
         self.pass(DeviceCall::Reserve { size_bytes }, |inner| inner.reserve(size_bytes))
+    }
+    fn reserve_at(&self, base: Base, pool: PoolId) -> Result<Range, BaseError> {
+        self.pass(DeviceCall::Reserve { size_bytes: SLOT_BYTES }, |inner| inner.reserve_at(base, pool))
+    }
+    fn carve(&self, space: Range, part: Range) -> Result<(), BackendError> {
+        self.inner.carve(space, part)
+    }
+    fn release_space(&self, space: Range) -> Result<(), BackendError> {
+        self.pass(DeviceCall::Release, |inner| inner.release_space(space))
     }
     fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
         self.pass(DeviceCall::Map { offset_bytes, size_bytes }, |inner| inner.map(range, offset_bytes, size_bytes))

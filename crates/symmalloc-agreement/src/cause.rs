@@ -70,7 +70,7 @@ fn between(one: &Answered, other: &Answered) -> Cause {
 
 /// Returns `true` if the op records memory acquired for the preceding op.
 fn is_obtained(op: u64) -> bool {
-    matches!(unpack_op(op), Some((Mark::Obtain, _, _)))
+    matches!(unpack_op(op), Some((Mark::Obtain | Mark::Carve, _, _)))
 }
 
 /// Returns `true` if the op adopts a plan or begins a step.

@@ -63,5 +63,5 @@ pub(crate) struct Answered {
 
 /// Returns `true` if the op is a consequence of another op: memory was acquired or released.
 pub(crate) fn is_memory_moved(op: u64) -> bool {
-    matches!(unpack_op(op), Some((Mark::Trim | Mark::Shrink | Mark::Death | Mark::Obtain, _, _)))
+    matches!(unpack_op(op), Some((Mark::Trim | Mark::Shrink | Mark::Death | Mark::Obtain | Mark::Carve, _, _)))
 }

@@ -211,7 +211,9 @@ impl Step {
         let names_allocation = matches!(mark, Mark::Free | Mark::RecordUse);
         let mark = match mark {
             Mark::RefusedByLimit | Mark::RefusedByDriver | Mark::RefusedBySegment => Mark::Allocate,
-            Mark::Trim | Mark::Shrink | Mark::Death | Mark::Obtain | Mark::Adopt | Mark::Differ => return None,
+            Mark::Trim | Mark::Shrink | Mark::Death | Mark::Obtain | Mark::Carve | Mark::Adopt | Mark::Differ => {
+                return None;
+            }
             mark => mark,
         };
         Some(Step { op: op_word(mark, stream, amount), place: if names_allocation { decision } else { 0 } })

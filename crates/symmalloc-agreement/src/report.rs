@@ -7,6 +7,7 @@ use std::fmt;
 use symmalloc_core::histories::{Mark, unpack_op, unpack_placement};
 use symmalloc_core::ids::{Placement, SegmentId, StreamGroup, StreamId};
 use symmalloc_core::op::Contents;
+use symmalloc_core::units::Amount;
 
 /// A report of how the ranks differ.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -201,6 +202,13 @@ pub enum Action {
         /// The index of the allocation within the step.
         number: u64,
     },
+    /// A heap of a pool with a base acquired a range of addresses.
+    Carved {
+        /// Size of the range in bytes.
+        range_bytes: u64,
+        /// Distance from the base in bytes.
+        base_offset_bytes: u64,
+    },
     /// No op: the heap has no further op on these ranks.
     Nothing,
     /// The op is older than the histories of these ranks.
@@ -278,6 +286,7 @@ impl Action {
             Mark::Sleep => Action::Sleep { contents: size_bytes },
             Mark::Wake => Action::Wake,
             Mark::Reset => Action::Reset,
+            Mark::Carve => Action::Carved { range_bytes: size_bytes, base_offset_bytes: decision },
         }
     }
 }
@@ -471,6 +480,9 @@ impl fmt::Display for Group {
             }
             Action::Destroyed => write!(f, "destroyed the pool"),
             Action::Reset => write!(f, "reset the pool"),
+            Action::Carved { range_bytes, base_offset_bytes } => {
+                write!(f, "took addresses for {} at {base_offset_bytes:#x} from the base", Amount(range_bytes))
+            }
             Action::Nothing => write!(f, "had no further op in this heap"),
             Action::Forgotten => write!(f, "no longer remember the op"),
             Action::Unknown { op, decision } => write!(f, "did unknown op {op:#x} with decision {decision:#x}"),

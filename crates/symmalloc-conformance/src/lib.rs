@@ -18,6 +18,7 @@
 
 use std::collections::BTreeSet;
 use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Part, Range, Reason};
+use symmalloc_core::base::{Base, BaseError, SLOT_BYTES};
 use symmalloc_core::{PoolId, StreamId};
 
 const S0: StreamId = StreamId(0);
@@ -34,6 +35,8 @@ pub enum Capability {
     Save,
     /// [`Backend::zero`]: pools can sleep, and be zero when they wake.
     Zero,
+    /// [`Backend::reserve_at`]: pools can have a base.
+    Base,
 }
 
 /// Runs each check on a new backend, printing the sentence first.
@@ -48,7 +51,8 @@ macro_rules! run {
 
 /// Checks the contract on backends created by `make`, and returns the capabilities that they lack, whose checks it skips.
 ///
-/// A backend lacks [`Capability::Alias`] if [`Backend::can_alias`] returns `false`, and one of the others if the call returns
+/// A backend lacks [`Capability::Alias`] if [`Backend::can_alias`] returns `false`, [`Capability::Base`] if [`Backend::reserve_at`] returns
+/// [`BaseError::Unsupported`], and one of the others if the call returns
 /// [`Reason::Refused`], as its default implementation does. Assert that the result is what you expect: otherwise a defect that makes a call
 /// fail would skip its checks. Needs a few dozen granules of device memory.
 ///
@@ -91,6 +95,9 @@ pub fn check<B: Backend + Send + Sync>(make: impl Fn() -> B) -> Vec<Capability> 
     if !lacking.contains(&Capability::Zero) {
         run!(make, parts_can_be_made_zero);
     }
+    if !lacking.contains(&Capability::Base) {
+        run!(make, a_space_begins_at_its_base_and_its_parts_are_ranges);
+    }
     lacking
 }
 
@@ -102,12 +109,28 @@ fn lacking(backend: &impl Backend) -> Vec<Capability> {
         (Capability::Alias, backend.can_alias()),
         (Capability::Save, is_served(&saved)),
         (Capability::Zero, is_served(&backend.zero(&parts))),
+        (Capability::Base, has_bases(backend)),
     ];
     if let Ok(image) = saved {
         backend.discard(image);
     }
     give_back(backend, range);
     answers.into_iter().filter(|(_, has)| !has).map(|(capability, _)| capability).collect()
+}
+
+/// Returns the base at which the checks reserve a space.
+fn base() -> Base {
+    Base::slot(11).expect("it exists")
+}
+
+fn has_bases(backend: &impl Backend) -> bool {
+    match backend.reserve_at(base(), PoolId::DEFAULT) {
+        Ok(space) => {
+            backend.release_space(space).expect("release a space");
+            true
+        }
+        Err(error) => error != BaseError::Unsupported,
+    }
 }
 
 /// Returns `true` unless the call was refused. Another error is a failure of the call, which its checks report.
@@ -188,6 +211,42 @@ fn ranges_do_not_overlap(backend: &impl Backend) {
     }
     for range in ranges {
         release(backend, range);
+    }
+}
+
+fn a_space_begins_at_its_base_and_its_parts_are_ranges(backend: &impl Backend) {
+    let granularity = backend.granularity_bytes();
+    for round in 0..2 {
+        let space = backend.reserve_at(base(), PoolId(7)).expect("the addresses are free");
+        assert_eq!(space, Range { base: DeviceAddress(base().address()), size_bytes: SLOT_BYTES }, "round {round}");
+        let again = backend.reserve_at(base(), PoolId(8)).map(drop);
+        assert!(matches!(again, Err(BaseError::Occupied { .. })), "{again:?}");
+        let part = |first: u64, granules: u64| Range {
+            base: DeviceAddress(space.base.0 + first * granularity),
+            size_bytes: granules * granularity,
+        };
+        let parts = [part(4, 2), part(0, 4), part(SLOT_BYTES / granularity - 1, 1)];
+        for range in parts {
+            backend.carve(space, range).expect("carve");
+            map(backend, range, 0..1);
+        }
+        let other = reserve(backend, 3);
+        assert!(
+            other.base.0 + other.size_bytes <= space.base.0 || other.base.0 >= space.base.0 + SLOT_BYTES,
+            "{other:?}"
+        );
+        backend.release(other).expect("release");
+        unmap(backend, parts[1], 0..1);
+        backend.release(parts[1]).expect("release");
+        backend.carve(space, part(1, 3)).expect("the addresses of a released part are used again");
+        map(backend, part(1, 3), 1..3);
+        unmap(backend, part(1, 3), 1..3);
+        backend.release(part(1, 3)).expect("release");
+        for range in [parts[0], parts[2]] {
+            unmap(backend, range, 0..1);
+            backend.release(range).expect("release");
+        }
+        backend.release_space(space).expect("release a space");
     }
 }
 

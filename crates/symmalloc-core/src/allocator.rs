@@ -72,7 +72,7 @@ use crate::types::ids::{HeapId, HeapNumber, PoolId, StreamGroup, StreamId};
 use crate::types::units::{SEGMENT_BYTES_MAX, UNIT_BYTES, Units, bytes, units};
 use destroyed::Destroyed;
 use gate::{Gate, Recorder, Request};
-use pool::{HeapCell, HeapGuard, PoolHeap, PoolRef, PoolSlot};
+use pool::{HeapCell, HeapGuard, PoolHeap, PoolRef, PoolSlot, reserve_addresses};
 use recorder::RecordingEnd;
 use std::fmt;
 use std::sync::Arc;
@@ -158,7 +158,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// [`Allocator::new`](crate::Allocator::new) and [`SharedAllocator::new`](crate::SharedAllocator::new).
     ///
     /// # Errors
-    /// Returns an error if the backend's granularity is not a power of two from 512 bytes to 1 GiB.
+    /// Returns an error if the backend's granularity is not a power of two from 512 bytes to 1 GiB, or if the default
+    /// pool has a base whose addresses cannot be reserved.
     pub fn with_lock(backend: B, config: Config) -> Result<Self, ConfigError> {
         let granularity_bytes = backend.granularity_bytes();
         if !granularity_bytes.is_power_of_two() {
@@ -168,7 +169,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let can_alias = backend.can_alias();
         let number = next_number();
         let pools = Registry::new();
-        pools.push(|_| PoolSlot::new(PoolId::DEFAULT, config.default_pool().clone().that_works(can_alias)));
+        let default_pool = config.default_pool().clone().that_works(can_alias);
+        let addresses = reserve_addresses(&backend, PoolId::DEFAULT, &default_pool).map_err(Box::new)?;
+        pools.push(|_| PoolSlot::new(PoolId::DEFAULT, default_pool, addresses));
         Ok(Allocator {
             context: Context {
                 backend,
@@ -623,7 +626,10 @@ impl<B: Backend, L: Lock> Drop for Allocator<B, L> {
     fn drop(&mut self) {
         self.end_recording();
         self.all_heaps().for_each(|heap| heap.lock().abandon(&self.context));
-        self.listed_pools().for_each(|entry| self.end_sleep(&mut entry.sleep().lock()));
+        self.listed_pools().for_each(|entry| {
+            self.end_sleep(&mut entry.sleep().lock());
+            self.release_addresses(entry);
+        });
     }
 }
 

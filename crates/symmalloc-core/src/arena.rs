@@ -12,8 +12,9 @@
 //!  cut_hole, remove_segment           free blocks whose memory the heap releases become holes, or disappear
 //! ```
 //! The heap acquires and releases the memory, and records every decision; see [`Heap`](crate::heap::Heap). Of this
-//! component, only [`fencing`] calls the driver.
+//! component, only [`fencing`] calls the driver. [`addresses`] chooses the addresses of ranges in a pool with a base.
 
+pub(crate) mod addresses;
 pub(crate) mod fencing;
 
 use crate::blocks::offsets::OffsetIndex;

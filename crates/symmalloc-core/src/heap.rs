@@ -10,6 +10,7 @@
 //! | [`SegmentLog`] | the segment events for observers, and dead segments whose memory is not released yet |
 //! | [`HeapPlans`] | plans; optional |
 //! | [`StitchedRanges`] | the addresses that map memory a second time; empty unless the pool stitches |
+//! | [`FixedAddresses`] | the addresses of the pool, which its heaps share; only in a pool with a base |
 //! | [`Mappings`] | what a sleeping heap must map again; only while it sleeps |
 //!
 //! The [`RequestMode`] decides how a request is served. Work that needs the driver is in separate files: [`acquire`]
@@ -42,6 +43,7 @@ pub(crate) mod trim;
 pub(crate) mod view;
 
 use crate::arena::Arena;
+use crate::arena::addresses::FixedAddresses;
 use crate::arena::fencing::{Context, DynContext};
 use crate::blocks::table::{Block, BlockState, Location, Slot};
 use crate::config::PoolConfig;
@@ -115,6 +117,8 @@ pub(crate) struct Heap<L: Lock> {
     config: PoolConfig,
     /// The budget of the pool.
     pool_budget: Arc<Budget<L>>,
+    /// The addresses of the pool, if it has a base.
+    addresses: Option<Arc<FixedAddresses<L>>>,
     /// The budget of this heap. It has no limit and only counts.
     budget: Budget<L>,
     mode: RequestMode,
@@ -169,7 +173,7 @@ impl<L: Lock> Heap<L> {
         id: HeapId,
         number: HeapNumber,
         config: PoolConfig,
-        pool_budget: Arc<Budget<L>>,
+        (pool_budget, addresses): (Arc<Budget<L>>, Option<Arc<FixedAddresses<L>>>),
         granularity_bytes: u64,
         log: SegmentLog,
     ) -> Self {
@@ -179,6 +183,7 @@ impl<L: Lock> Heap<L> {
             id,
             number,
             pool_budget,
+            addresses,
             budget: Budget::new(None),
             mode: RequestMode::Serving(Step::None),
             arena: Arena::new(rules, id.stream()),

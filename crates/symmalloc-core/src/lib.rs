@@ -191,7 +191,7 @@ pub use history::digest::Digest;
 pub use history::layout::Layout;
 pub use history::{layout, segment_log};
 pub use sync::lock;
-pub use types::{backend, groups, ids, units};
+pub use types::{backend, base, groups, ids, units};
 
 /// Results and errors of restoring and reviving a [`Layout`].
 pub mod restore {

@@ -14,6 +14,7 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 use symmalloc_core::backend::{Backend, BackendError, Event, Image, Part, Range, RangeOffset};
+use symmalloc_core::base::{Base, BaseError};
 use symmalloc_core::ids::{PoolId, StreamId};
 
 /// Granularity, in bytes, of memory without a granularity requirement.
@@ -358,6 +359,15 @@ macro_rules! backend {
             }
             fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError> {
                 self.watch(DeviceCall::Reserve, || self.memory.reserve(size_bytes))
+            }
+            fn reserve_at(&self, base: Base, pool: PoolId) -> Result<Range, BaseError> {
+                self.watch(DeviceCall::Reserve, || self.memory.reserve_at(base, pool))
+            }
+            fn carve(&self, _space: Range, part: Range) -> Result<(), BackendError> {
+                self.memory.carve(part)
+            }
+            fn release_space(&self, space: Range) -> Result<(), BackendError> {
+                self.watch(DeviceCall::Release, || self.memory.release_space(space))
             }
             fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
                 self.watch(DeviceCall::Map, || self.memory.map(range, offset_bytes, size_bytes))?;

@@ -6,6 +6,8 @@
 //! | [`Prefetching`] | the same | the same, or nothing if the prefetch thread has done it already | the same | the same |
 //! | [`DriverAllocations`] | an allocation | nothing | nothing | frees the allocation |
 //!
+//! `spaces.rs` reserves the addresses of pools with a base, whose ranges need no further reservation.
+//!
 //! [`Images`] keep the contents of memory that is temporarily released, and `fills.rs` copies them back when memory is mapped again.
 //!
 //! A driver allocation has no addresses without memory, so `reserve` takes the memory that `map` would take. Pools with fixed and reserved
@@ -28,6 +30,7 @@ mod prefetch_thread;
 mod prefetch_window;
 mod properties;
 mod share_page;
+mod spaces;
 mod spare;
 mod virtual_memory;
 

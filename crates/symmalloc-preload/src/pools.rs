@@ -124,7 +124,9 @@ impl MemPool {
         if self.made.get().is_some() {
             return Ok(());
         }
-        let pool = allocator.create_pool(allocator.core().config().default_pool().clone())?;
+        // A base belongs to one pool: the allocator's own.
+        let config = allocator.core().config().default_pool().to_builder().base(None).build()?;
+        let pool = allocator.create_pool(config)?;
         let made = Made { context, allocator: allocator.clone(), id: pool.id(), owner: Mutex::new(Some(pool)) };
         // If two threads create the pool concurrently, one of the two pools is dropped unused.
         let _first = self.made.set(made);

@@ -790,8 +790,8 @@ void symmalloc_ort_free(void *pointer);
 void symmalloc_ort_empty_cache(void);
 
 /**
- * Creates a pool. `conf` has the pool keys of SYMMALLOC_CONF; NULL selects the default pool's settings, but private and without groups of
- * streams. Create pools in the same order on every rank.
+ * Creates a pool. `conf` has the pool keys of SYMMALLOC_CONF; NULL selects the default pool's settings, but private, without groups of
+ * streams and without a base. Create pools in the same order on every rank.
  *
  * # Safety
  * `allocator` is live; `conf` is NULL or a C string; `out` is valid for writing.
@@ -1579,6 +1579,20 @@ symmalloc_status symmalloc_torch_set_fraction(int32_t device, double fraction);
  * Grants a device read and write access to the memory of `owner`.
  */
 symmalloc_status symmalloc_torch_enable_peer(int32_t device, int32_t owner);
+
+/**
+ * Allocates at exactly this address, in the pool whose base the address belongs to. Writes a null pointer for zero bytes. Returns
+ * `SYMMALLOC_UNKNOWN_POOL` if the address belongs to no pool with a base, and `SYMMALLOC_INVALID_STATE` if the memory there is in use, or
+ * belongs to another stream.
+ *
+ * # Safety
+ * As `symmalloc_torch_allocate`.
+ */
+symmalloc_status symmalloc_torch_allocate_with_address(int32_t device,
+                                                       void *stream,
+                                                       size_t bytes,
+                                                       const void *address,
+                                                       void **out);
 
 /**
  * Directs later allocations on the streams that the filter accepts to the mempool with this id, and creates the pool if necessary.

@@ -368,12 +368,13 @@ impl DeviceAllocator {
     }
 
     /// Creates a pool. If there is a key, it is the pool's id. Without `text`, the pool has the settings of the default pool, but is
-    /// private and has no groups of streams.
+    /// private and has neither groups of streams nor a base.
     pub(crate) fn create_pool(&self, key: Option<PoolId>, text: Option<&str>) -> Result<PoolId, Error> {
         let config = match text {
             None => {
                 let default = self.core().config().default_pool();
-                let private = default.to_builder().symmetric(false).streams(without_groups(default.streams()));
+                let private =
+                    default.to_builder().base(None).symmetric(false).streams(without_groups(default.streams()));
                 private.build().map_err(CudaError::from)?
             }
             Some(text) => text.parse::<PoolConfig>().map_err(crate::settings::SettingsError::from)?,

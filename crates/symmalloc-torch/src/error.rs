@@ -6,6 +6,8 @@ use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use symmalloc_agreement::AgreementError;
 use symmalloc_core::backend::{BackendError, Reason};
+use symmalloc_core::base::BaseError;
+use symmalloc_core::config::ConfigError;
 use symmalloc_core::errors::{AllocateError, FreeError, PoolError, RecordUseError, TrimError, UnknownError};
 use symmalloc_core::plans::{PlanError, StepError};
 use symmalloc_core::recording::{RecordingEnd, RecordingError, StartRecordingError};
@@ -94,6 +96,25 @@ pub(crate) enum Error {
         argument: &'static str,
         /// The pointer.
         address: u64,
+    },
+    /// No pool has a base to which the address belongs.
+    #[error(
+        "{address:#x} belongs to no pool with a base: only such a pool allocates at given addresses, see the key `base` in \
+         docs/fixed-addresses.md"
+    )]
+    NoBase {
+        /// The address.
+        address: u64,
+    },
+    /// The memory at an address is in use, or belongs to another stream.
+    #[error("{size_bytes} bytes cannot be allocated at {address:#x}: {error}")]
+    NotAtAddress {
+        /// The address.
+        address: u64,
+        /// Requested bytes.
+        size_bytes: u64,
+        /// The reason.
+        error: Box<RestoreError>,
     },
     /// A scope ends without a begin.
     #[error("device {device} has no {scope} to end on this thread: pair begin with end, push with pop")]
@@ -273,13 +294,17 @@ impl Error {
             Error::Cuda(CudaError::Pool(PoolError::KeyInUse { .. } | PoolError::KeyOutOfRange { .. })) => {
                 SYMMALLOC_INVALID_ARGUMENT
             }
+            Error::Cuda(CudaError::Config(ConfigError::Base(error)) | CudaError::Pool(PoolError::Base(error))) => {
+                of_base(error)
+            }
             Error::TorchSettings(_)
             | Error::Cuda(CudaError::Config(_) | CudaError::ChunkSize { .. } | CudaError::PrefetchSize { .. }) => {
                 SYMMALLOC_INVALID_SETTINGS
             }
             Error::TooLate { .. } | Error::NoScope { .. } | Error::Forked => SYMMALLOC_INVALID_STATE,
             Error::UnknownPointer { .. } => SYMMALLOC_UNKNOWN_POINTER,
-            Error::UnknownPool { .. } => SYMMALLOC_UNKNOWN_POOL,
+            Error::UnknownPool { .. } | Error::NoBase { .. } => SYMMALLOC_UNKNOWN_POOL,
+            Error::NotAtAddress { .. } => SYMMALLOC_INVALID_STATE,
             Error::Allocate(error) | Error::Cuda(CudaError::Allocate(error)) => of_allocation(error),
             Error::Cuda(CudaError::Sleep(error)) => of_sleep(error),
             Error::Cuda(CudaError::NoSleep) | Error::Capturing => SYMMALLOC_INVALID_STATE,
@@ -336,6 +361,14 @@ impl Error {
             Error::Saved(error) => of_reason(error.reason),
             Error::Internal { .. } => SYMMALLOC_INTERNAL,
         }
+    }
+}
+
+fn of_base(error: &BaseError) -> symmalloc_status {
+    match error {
+        BaseError::Occupied { .. } => symmalloc_status::SYMMALLOC_INVALID_STATE,
+        BaseError::Driver { .. } => symmalloc_status::SYMMALLOC_CUDA,
+        _ => symmalloc_status::SYMMALLOC_INVALID_SETTINGS,
     }
 }
 

@@ -298,10 +298,16 @@ fn make<F: ForeignPool>(core: &SharedAllocator<CudaBackend>, wishes: &PoolWishes
 }
 
 /// Returns the policy of a mempool, which is that of the default pool with some changes. There is no reclaim and no stitching, because
-/// graphs have captured the addresses. The pool is not symmetric, because ranks can capture different graphs. Streams form no groups.
+/// graphs have captured the addresses. The pool is not symmetric, because ranks can capture different graphs. Streams form no groups. The base of the default
+/// pool is its own.
 fn policy(default: &PoolConfig, wishes: &PoolWishes) -> Result<PoolConfig, CudaError> {
-    let policy =
-        default.to_builder().stitching(None).reclaim(Reclaim::Never).release_threshold_bytes(None).symmetric(false);
+    let policy = default
+        .to_builder()
+        .base(None)
+        .stitching(None)
+        .reclaim(Reclaim::Never)
+        .release_threshold_bytes(None)
+        .symmetric(false);
     let policy = policy.streams(without_groups(default.streams()));
     let mut fixed = match default.segments() {
         SegmentPolicy::Fixed(fixed) => fixed.clone(),

@@ -7,6 +7,7 @@
 //!
 //! | file | calls |
 //! |---|---|
+//! | `addressed.rs` | allocate at an address |
 //! | `memory.rs` | allocate, free, streams, caches |
 //! | `pools.rs` | mempools and their scopes, the program's memory |
 //! | `scopes.rs` | pool and name of a thread's allocations |
@@ -17,6 +18,7 @@
 //!
 //! The interface of these calls is stable only within one version of symmalloc, because the class ships with the library.
 
+mod addressed;
 mod blocks;
 mod channel;
 mod checkpoints;
@@ -27,6 +29,7 @@ mod scopes;
 mod settings;
 mod sharing;
 
+pub use addressed::*;
 pub use blocks::*;
 pub use checkpoints::*;
 pub use counts::*;

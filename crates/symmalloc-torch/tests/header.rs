@@ -26,6 +26,7 @@ fn the_header_matches_the_sources() {
         "c_interface/ranks.rs",
         "scopes.rs",
         "pytorch/memory.rs",
+        "pytorch/addressed.rs",
         "pytorch/pools.rs",
         "pytorch/scopes.rs",
         "pytorch/settings.rs",

@@ -26,6 +26,12 @@ pub unsafe extern "C" fn stub_fail_elsewhere(name: *const c_char, nth: u64, code
     with(|state| state.fail(name, nth, Code(code), Some(this)));
 }
 
+/// Reserves every address range elsewhere than at its hint if `moves` is not 0, as a driver may.
+#[unsafe(no_mangle)]
+pub extern "C" fn stub_move_hints(moves: c_int) {
+    with(|state| state.memory.moves_hints = moves != 0);
+}
+
 /// Removes all faults.
 #[unsafe(no_mangle)]
 pub extern "C" fn stub_heal() {

@@ -196,7 +196,8 @@ stub! {
         Ok(())
     };
     call_outside_capture cuMemAddressReserve(base: *mut u64, size: usize, alignment: usize, hint: u64, flags: c_ulonglong) |state| {
-        answer(base, state.reserve(size as u64, here()).ok_or(OUT_OF_MEMORY)?);
+        if hint.checked_add(size as u64).is_none_or(|end| end > 1 << 47) { return Err(INVALID_VALUE); }
+        answer(base, state.reserve_near(hint, size as u64, here()).ok_or(OUT_OF_MEMORY)?);
         Ok(())
     };
     call_outside_capture cuMemAddressFree(base: u64, size: usize) |state| {

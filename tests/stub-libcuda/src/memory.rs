@@ -13,7 +13,7 @@
 
 use crate::model::{GRANULARITY, Options, State};
 use crate::space::{End, Space};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::c_int;
 
 /// Size limit of the memory file: the file is sparse, and larger than the memory of all devices.
@@ -24,6 +24,8 @@ const ADDRESS_BYTES: u64 = 80 << 40;
 const HOST_ADDRESS_BYTES: u64 = 1 << 40;
 /// Minimum size of copies and memsets that skip or remove pages instead of touching them.
 const SPARSE_BYTES: usize = 64 << 10;
+/// Minimum size of a reservation whose hint is granted. CUDA's driver ignores the hint of 2 MiB, and grants it for 64 GiB.
+const LEAST_HINTED_BYTES: u64 = 64 << 30;
 /// The device number of host memory.
 const HOST: c_int = -1;
 
@@ -93,6 +95,10 @@ pub struct Memory {
     arenas: BTreeMap<c_int, Arena>,
     /// Reserved ranges: base address to size and device.
     pub ranges: BTreeMap<u64, (u64, c_int)>,
+    /// Base addresses of ranges that the caller chose. They lie outside of the arenas.
+    hinted: BTreeSet<u64>,
+    /// `true` if no hint is granted; see `stub_move_hints`.
+    pub moves_hints: bool,
     /// Mappings by address.
     pub mappings: BTreeMap<u64, Mapping>,
     /// Physical memory by handle.
@@ -118,6 +124,8 @@ impl Memory {
             file_space: Space::new(file_bytes),
             arenas: BTreeMap::new(),
             ranges: BTreeMap::new(),
+            hinted: BTreeSet::new(),
+            moves_hints: false,
             mappings: BTreeMap::new(),
             physical: BTreeMap::new(),
             allocations: BTreeMap::new(),
@@ -302,6 +310,16 @@ impl Memory {
 }
 
 impl State {
+    /// Reserves an address range at `hint`, or elsewhere: if the range is small, if something else uses the addresses, or if the hint is 0.
+    pub fn reserve_near(&mut self, hint: u64, size: u64, device: c_int) -> Option<u64> {
+        let is_granted = hint != 0 && size >= LEAST_HINTED_BYTES && !self.memory.moves_hints;
+        let base = if is_granted { map_nothing_at(hint, size) } else { None };
+        let Some(base) = base else { return self.reserve(size, device) };
+        self.memory.hinted.insert(base);
+        self.memory.ranges.insert(base, (size, device));
+        Some(base)
+    }
+
     /// Reserves an address range.
     pub fn reserve(&mut self, size: u64, device: c_int) -> Option<u64> {
         let base = self.memory.take_addresses(size, device, &self.options)?;
@@ -312,6 +330,11 @@ impl State {
     /// Releases an address range.
     pub fn unreserve(&mut self, base: u64) {
         if let Some((size, device)) = self.memory.ranges.remove(&base) {
+            if self.memory.hinted.remove(&base) {
+                // SAFETY: the stub mapped these addresses without memory, and nothing is mapped over them.
+                unsafe { libc::munmap(base as *mut libc::c_void, size as usize) };
+                return;
+            }
             let arena = self.memory.arena(device, &self.options);
             arena.space.give(base - arena.base, size.next_multiple_of(GRANULARITY));
         }
@@ -471,6 +494,14 @@ fn map_nothing(address: u64, size: u64) -> Option<u64> {
     // SAFETY: a fixed address was mapped by this module before.
     let mapped = unsafe { libc::mmap(address as *mut _, size as usize, libc::PROT_NONE, flags, -1, 0) };
     (mapped != libc::MAP_FAILED).then_some(mapped as u64)
+}
+
+/// Maps addresses without memory at `address`, unless the process uses any of them.
+fn map_nothing_at(address: u64, size: u64) -> Option<u64> {
+    let flags = libc::MAP_FIXED_NOREPLACE | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    // SAFETY: the call replaces no other mapping.
+    let mapped = unsafe { libc::mmap(address as *mut _, size as usize, libc::PROT_NONE, flags, -1, 0) };
+    (mapped as u64 == address).then_some(address)
 }
 
 /// Maps a part of the memory file. A fixed address must have been mapped by this module before.

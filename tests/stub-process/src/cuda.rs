@@ -24,6 +24,12 @@ pub fn fail_elsewhere(call: &str, nth: u64, code: i32) {
     unsafe { control::<Fail>("stub_fail_elsewhere")(call.as_ptr(), nth, code) };
 }
 
+/// Makes the driver return other addresses than the hint of a reservation, or grant hints again.
+pub fn move_hints(moves: bool) {
+    // SAFETY: the symbol has this type.
+    unsafe { control::<unsafe extern "C" fn(c_int)>("stub_move_hints")(moves.into()) };
+}
+
 /// Removes all faults.
 pub fn heal() {
     // SAFETY: the symbol has this type.

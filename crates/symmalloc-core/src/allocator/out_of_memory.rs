@@ -13,6 +13,7 @@ use crate::heap::trim::Released;
 use crate::heap::{Heap, Shortage};
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
+use crate::types::base::SLOT_BYTES;
 use crate::types::ids::PoolId;
 use crate::types::units::bytes;
 use smallvec::SmallVec;
@@ -161,6 +162,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             OutOfMemoryCause::SegmentFull { segment_bytes } => {
                 !entry.config().has_quota() && demand_bytes > *segment_bytes
             }
+            OutOfMemoryCause::AddressesFull { needed_bytes, .. } => *needed_bytes > SLOT_BYTES,
             OutOfMemoryCause::Driver(_) => false,
         }
     }

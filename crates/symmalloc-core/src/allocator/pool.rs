@@ -12,6 +12,7 @@
 //!                                  id 2, heaps
 //! ```
 
+use crate::arena::addresses::FixedAddresses;
 use crate::config::errors::PoolSleeps;
 use crate::config::restore_error::LayoutError;
 use crate::config::{PoolConfig, StreamPolicy};
@@ -20,10 +21,15 @@ use crate::sleep::State;
 use crate::stats::budget::Budget;
 use crate::sync::lock::{Guard, Lock, LockCell};
 use crate::sync::registry::Registry;
+use crate::types::backend::{Backend, DeviceAddress, Range};
+use crate::types::base::{BaseError, SLOT_BYTES};
 use crate::types::ids::{PoolId, StreamGroup, StreamId};
 use crate::types::work;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+
+/// The addresses of a pool with a base; `None` for every other pool.
+pub(super) type PoolAddresses<L> = Option<Arc<FixedAddresses<L>>>;
 
 /// A heap behind its lock.
 pub(super) type HeapCell<L> = <L as Lock>::Cell<Heap<L>>;
@@ -65,16 +71,16 @@ pub(super) struct PoolSlot<L: Lock> {
 
 impl<L: Lock> PoolSlot<L> {
     /// Creates a pool.
-    pub(super) fn new(id: PoolId, config: PoolConfig) -> Self {
-        let pool = Arc::new(Pool::new(id, &config));
+    pub(super) fn new(id: PoolId, config: PoolConfig, addresses: PoolAddresses<L>) -> Self {
+        let pool = Arc::new(Pool::new(id, &config, addresses));
         PoolSlot { id, pool, policy: Policy::new(config) }
     }
 
     /// Creates a pool that reuses the object of this destroyed one, without any heap or state of it. Both have the same
     /// [`StreamPolicy`].
-    pub(super) fn reuse(self, id: PoolId, config: PoolConfig) -> Self {
+    pub(super) fn reuse(self, id: PoolId, config: PoolConfig, addresses: PoolAddresses<L>) -> Self {
         let PoolSlot { pool, policy, .. } = self;
-        pool.begin_as(id, &config);
+        pool.begin_as(id, &config, addresses);
         let policy = if policy.config == config { policy } else { Policy::new(config) };
         PoolSlot { id, pool, policy }
     }
@@ -126,6 +132,8 @@ struct Pool<L: Lock> {
     streams: StreamPolicy,
     budget: Arc<Budget<L>>,
     log_entries: Arc<AtomicU64>,
+    /// The addresses, until they are released. No other lock is taken under this one.
+    addresses: L::Cell<PoolAddresses<L>>,
     /// The heap of each stream, by stream. If all streams share a heap, only index 0 is in use. The heap of a group is
     /// at the index of each member that has used it, and always at that of the first.
     heaps: Registry<Arc<PoolHeap<L>>>,
@@ -137,7 +145,7 @@ struct Pool<L: Lock> {
 }
 
 impl<L: Lock> Pool<L> {
-    fn new(id: PoolId, config: &PoolConfig) -> Self {
+    fn new(id: PoolId, config: &PoolConfig, addresses: PoolAddresses<L>) -> Self {
         Pool {
             id: AtomicU32::new(id.0),
             streams: config.streams(),
@@ -147,14 +155,16 @@ impl<L: Lock> Pool<L> {
             step: L::Cell::new(None),
             sleep: L::Cell::new(State::default()),
             log_entries: Arc::new(AtomicU64::new(0)),
+            addresses: L::Cell::new(addresses),
         }
     }
 
     /// Turns this into another pool, without any heap or state of the earlier one.
-    fn begin_as(&self, id: PoolId, config: &PoolConfig) {
+    fn begin_as(&self, id: PoolId, config: &PoolConfig, addresses: PoolAddresses<L>) {
         debug_assert_eq!(self.streams, config.streams(), "the policy determines the indices of heaps");
         self.budget.restart(config.limit_bytes());
         self.log_entries.store(0, Ordering::Release);
+        *self.addresses.lock() = addresses;
         *self.step.lock() = None;
         *self.sleep.lock() = State::default();
         self.id.store(id.0, Ordering::Release);
@@ -207,6 +217,11 @@ impl<'a, L: Lock> PoolRef<'a, L> {
 
     pub(super) fn budget(self) -> &'a Arc<Budget<L>> {
         &self.slot.pool.budget
+    }
+
+    /// Returns the addresses, if the pool has a base and they were not released.
+    pub(super) fn addresses(self) -> &'a L::Cell<PoolAddresses<L>> {
+        &self.slot.pool.addresses
     }
 
     /// Returns the number of entries so far in the segment logs of the pool's heaps.
@@ -271,4 +286,20 @@ impl<'a, L: Lock> PoolRef<'a, L> {
     pub(super) fn set_destroyed(self) {
         self.slot.pool.is_destroyed.store(true, Ordering::Release);
     }
+}
+
+/// Reserves the addresses of a new pool, if it has a base.
+pub(super) fn reserve_addresses<L: Lock>(
+    backend: &impl Backend,
+    pool: PoolId,
+    config: &PoolConfig,
+) -> Result<PoolAddresses<L>, BaseError> {
+    let Some(base) = config.base() else { return Ok(None) };
+    let space = backend.reserve_at(base, pool)?;
+    let asked = Range { base: DeviceAddress(base.address()), size_bytes: SLOT_BYTES };
+    if space != asked {
+        let _taken_back = backend.release_space(space);
+        return Err(BaseError::Driver { base, call: "Backend::reserve_at", code: 0 });
+    }
+    Ok(Some(Arc::new(FixedAddresses::new(space))))
 }

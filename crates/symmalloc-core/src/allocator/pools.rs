@@ -2,7 +2,7 @@
 
 use super::Allocator;
 use super::gate::Gate;
-use super::pool::{HeapGuard, PoolRef, PoolSlot};
+use super::pool::{HeapGuard, PoolRef, PoolSlot, reserve_addresses};
 use super::recorder::RecordingEnd;
 use crate::config::PoolConfig;
 use crate::config::errors::{PoolError, StreamError, UnknownError};
@@ -33,7 +33,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// same time race for the ids: use [`create_pool_with_key`](Self::create_pool_with_key) there.
     ///
     /// # Errors
-    /// Currently returns no error. The type is reserved for policies that a backend cannot serve.
+    /// Returns an error if the pool has a base whose addresses cannot be reserved; no pool is created then.
     pub fn create_pool(&self, config: PoolConfig) -> Result<PoolId, PoolError> {
         self.add_pool(None, config)
     }
@@ -46,7 +46,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// after the highest one so far: create pools without a key before the threads start, or give every pool a key.
     ///
     /// # Errors
-    /// Returns an error if the key is out of range or was used before.
+    /// Returns an error if the key is out of range or was used before, or the addresses of the base cannot be reserved.
     ///
     /// # Examples
     /// ```
@@ -83,12 +83,15 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let (symmetric, limit_bytes) = (config.symmetric(), config.limit_bytes());
         let config = config.that_works(self.context.backend.can_alias());
         let recorded = gate.is_recording().then(|| Box::new(config.clone()));
+        let next = key.unwrap_or(PoolId(self.pools.len() as u32));
+        let addresses = reserve_addresses(&self.context.backend, next, &config)
+            .map_err(|error| PoolError::Base(Box::new(error)))?;
         let spare = self.destroyed.lock().take_spare(&config);
         let make = |index| {
             let pool = PoolId(index as u32);
             match spare {
-                Some(spare) => spare.reuse(pool, config),
-                None => PoolSlot::new(pool, config),
+                Some(spare) => spare.reuse(pool, config, addresses),
+                None => PoolSlot::new(pool, config, addresses),
             }
         };
         let pool = match key {
@@ -457,6 +460,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if heaps.iter().any(|heap| heap.log().has_retired()) {
             return;
         }
+        if !self.release_addresses(entry) {
+            return;
+        }
         let mut destroyed = self.destroyed.lock();
         if !destroyed.remove(entry.id()) {
             return;
@@ -470,10 +476,27 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         destroyed.add_spare(entry.slot().clone());
     }
 
+    /// Releases the addresses of a destroyed pool with a base. Returns `false` if the driver fails; a trim tries again.
+    pub(super) fn release_addresses(&self, entry: PoolRef<'_, L>) -> bool {
+        let mut held = entry.addresses().lock();
+        let Some(addresses) = held.as_ref() else { return true };
+        // After a failed release of a range, its addresses are still in use.
+        let released = addresses.is_unused().then(|| self.context.backend.release_space(addresses.space()));
+        if let Some(Err(error)) = &released {
+            tracing::warn!(name: "pool.addresses_kept", target: "symmalloc", pool = entry.id().0, %error);
+        }
+        if matches!(released, Some(Ok(()))) {
+            *held = None;
+        }
+        held.is_none()
+    }
+
     /// Creates a heap without ops and observers.
     pub(super) fn empty_heap(&self, entry: PoolRef<'_, L>, id: HeapId, number: HeapNumber) -> Heap<L> {
         let log = SegmentLog::new(Arc::clone(entry.log_entries()));
-        Heap::new(id, number, entry.config().clone(), Arc::clone(entry.budget()), self.granularity_bytes, log)
+        let addresses = entry.addresses().lock().clone();
+        let shared = (Arc::clone(entry.budget()), addresses);
+        Heap::new(id, number, entry.config().clone(), shared, self.granularity_bytes, log)
     }
 }
 

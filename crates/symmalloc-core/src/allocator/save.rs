@@ -1,6 +1,7 @@
 //! Saves a [`Layout`]: all state on which a pool's later decisions depend.
 
 use super::Allocator;
+use crate::config::PoolConfig;
 use crate::config::op::NAME_BYTES_MAX;
 use crate::config::restore_error::LayoutError;
 use crate::heap::Heap;
@@ -33,23 +34,29 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if retired_bytes > 0 {
             return Err(LayoutError::Retired { pool, retired_bytes });
         }
-        let heaps = heaps.iter().filter(|heap| !heap.is_fresh()).map(|heap| heap_layout(heap)).collect();
+        let heaps =
+            heaps.iter().filter(|heap| !heap.is_fresh()).map(|heap| heap_layout(heap, entry.config())).collect();
         Ok(Layout::of_parts(entry.config().clone(), self.granularity_bytes, self.total_limit_bytes(), heaps))
     }
 }
 
-fn heap_layout<L: Lock>(heap: &Heap<L>) -> HeapLayout {
+fn heap_layout<L: Lock>(heap: &Heap<L>, config: &PoolConfig) -> HeapLayout {
     HeapLayout {
         group: heap.id().group,
         digest: heap.ledger().digest(),
         next_segment: heap.next_segment(),
-        segments: heap.snapshot().into_iter().map(segment_layout).collect(),
+        segments: heap.snapshot().into_iter().map(|segment| segment_layout(segment, config)).collect(),
     }
 }
 
-fn segment_layout(segment: SegmentSnapshot) -> SegmentLayout {
-    let mut layout =
-        SegmentLayout { id: segment.segment, class: segment.class, extents: Vec::new(), allocations: Vec::new() };
+fn segment_layout(segment: SegmentSnapshot, config: &PoolConfig) -> SegmentLayout {
+    let mut layout = SegmentLayout {
+        id: segment.segment,
+        class: segment.class,
+        base_offset_bytes: config.base().map(|base| segment.base.0 - base.address()),
+        extents: Vec::new(),
+        allocations: Vec::new(),
+    };
     for BlockSnapshot { offset_bytes, size_bytes, state } in segment.blocks {
         if state == BlockStateSnapshot::Hole {
             continue;

@@ -5,6 +5,7 @@
 //! is an assertion: an allocator with inconsistent blocks must stop.
 
 use crate::types::backend::{BackendError, DeviceAddress};
+use crate::types::base::BaseError;
 use crate::types::handle::Handle;
 use crate::types::ids::{ObserverId, PoolId, StreamId};
 use crate::types::units::{Amount, Counted, SEGMENT_BYTES_MAX, them};
@@ -108,6 +109,9 @@ pub enum PoolError {
         /// The given key.
         key: PoolId,
     },
+    /// The addresses of a pool with a base cannot be reserved. There is no pool.
+    #[error(transparent)]
+    Base(Box<BaseError>),
     /// Another thread is putting the pool to sleep or waking it.
     #[error("a sleep or wake of {pool} is in progress: wait until it ends")]
     Sleeping {
@@ -219,6 +223,19 @@ pub enum OutOfMemoryCause {
     SegmentFull {
         /// Its size in bytes; for a pool with a quota, the quota.
         segment_bytes: u64,
+    },
+    /// The pool has a base, and no free part of its addresses is large enough, on every rank alike.
+    #[error(
+        "the pool's fixed addresses have no room for a range of {} (largest free part {}): set a smaller range_mb, trim the \
+         pool, or give some allocations another pool",
+        Amount(*needed_bytes),
+        Amount(*largest_free_bytes)
+    )]
+    AddressesFull {
+        /// Size of the range.
+        needed_bytes: u64,
+        /// Size of the largest free part.
+        largest_free_bytes: u64,
     },
     /// A driver call failed. Other ranks may have succeeded.
     #[error("the driver refused ({0}): trim, free unused memory, or set a limit")]

@@ -234,7 +234,7 @@ impl From<&OutOfMemoryCause> for Refusal {
     fn from(cause: &OutOfMemoryCause) -> Self {
         match cause {
             OutOfMemoryCause::Limit { .. } => Refusal::Limit,
-            OutOfMemoryCause::SegmentFull { .. } => Refusal::Segment,
+            OutOfMemoryCause::SegmentFull { .. } | OutOfMemoryCause::AddressesFull { .. } => Refusal::Segment,
             OutOfMemoryCause::Driver(_) => Refusal::Driver,
         }
     }

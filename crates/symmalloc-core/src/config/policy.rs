@@ -8,6 +8,7 @@
 //! programs; [`Config::digest`] detects this.
 
 use crate::config::stitching::Stitching;
+use crate::types::base::{Base, BaseError};
 use crate::types::groups::Groups;
 use crate::types::ids::{StreamGroup, StreamId};
 use crate::types::units::{GIB, MIB, SEGMENT_BYTES_MAX, UNIT_BYTES};
@@ -15,6 +16,9 @@ use std::fmt;
 
 /// PyTorch's `kLargeBuffer`: the fixed segment for requests between 1 and 10 MiB, in bytes.
 pub(crate) const LARGE_SEGMENT_BYTES: u64 = 20 * MIB;
+
+/// Default range of an expandable heap in a pool with a base, in bytes. A heap that fills it starts another one.
+pub(crate) const BASED_RANGE_BYTES: u64 = 64 * GIB;
 
 /// Generates the getters of a configuration and its builder.
 macro_rules! settings {
@@ -261,6 +265,7 @@ pub struct PoolConfig {
     /// configuration of a destroyed pool is kept.
     stitching: Option<Box<Stitching>>,
     tag: Option<Box<str>>,
+    base: Option<Base>,
 }
 
 impl PoolConfig {
@@ -272,6 +277,11 @@ impl PoolConfig {
     /// Returns the tag. Pools with the same tag sleep and wake together.
     pub fn tag(&self) -> Option<&str> {
         self.tag.as_deref()
+    }
+
+    /// Returns the first address of the pool's memory, if the program chose it.
+    pub fn base(&self) -> Option<Base> {
+        self.base
     }
 
     /// Returns `true` if the pool has a quota: expandable segments with a growth of 0.
@@ -344,6 +354,20 @@ impl PoolConfigBuilder {
     /// `-`.
     pub fn tag<'a>(mut self, tag: impl Into<Option<&'a str>>) -> Self {
         self.config.tag = tag.into().map(Into::into);
+        self
+    }
+
+    /// Sets the first address of the pool's memory, which is then the same in every process, or removes it. All memory of
+    /// the pool lies in the [`SLOT_BYTES`](crate::base::SLOT_BYTES) addresses from there on. Expandable segments with the default range get a
+    /// range of 64 GiB, of which a slot holds sixteen; call [`segments`](Self::segments) afterwards for another one.
+    pub fn base(mut self, base: impl Into<Option<Base>>) -> Self {
+        self.config.base = base.into();
+        if let SegmentPolicy::Expandable(expandable) = &mut self.config.segments
+            && self.config.base.is_some()
+            && expandable.range_bytes == ExpandableSegments::default().range_bytes
+        {
+            expandable.range_bytes = BASED_RANGE_BYTES;
+        }
         self
     }
 
@@ -515,6 +539,9 @@ pub enum ConfigError {
     /// A pool with a quota must not grow or shrink on its own.
     #[error("growth 0 sets a quota: use streams:shared, and omit stitching, plan and release_threshold")]
     HasQuota,
+    /// The addresses of the default pool cannot be reserved.
+    #[error("the default pool cannot have its base: {0}")]
+    Base(#[from] Box<BaseError>),
     /// Memory that may be registered, or that has fixed sizes, cannot be stitched.
     #[error(
         "{} cannot be stitched: remove stitching, or use another pool, with expandable segments",

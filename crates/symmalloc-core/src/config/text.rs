@@ -30,8 +30,8 @@ use std::str::FromStr;
 use self::keys::{EXPANDABLE, FIXED, Of, RESERVED, SEGMENTS};
 use self::settings::{Dialect, Settings};
 use crate::config::policy::{
-    Config, ConfigError, ExpandableSegments, FixedSegments, PlanPolicy, PointerLookup, PoolConfig, Reclaim,
-    SegmentPolicy, StreamPolicy,
+    BASED_RANGE_BYTES, Config, ConfigError, ExpandableSegments, FixedSegments, PlanPolicy, PointerLookup, PoolConfig,
+    Reclaim, SegmentPolicy, StreamPolicy,
 };
 use crate::config::stitching::Stitching;
 
@@ -122,6 +122,7 @@ fn build_config(settings: &mut Settings<'_>) -> Result<Config, ConfigTextError> 
 
 fn build_pool(settings: &mut Settings<'_>) -> Result<PoolConfig, ConfigTextError> {
     PoolConfig::builder()
+        .base(settings.base())
         .segments(build_segments(settings)?)
         .stitching(build_stitching(settings))
         .tag(settings.text("tag"))
@@ -174,6 +175,7 @@ fn build_segments(settings: &mut Settings<'_>) -> Result<SegmentPolicy, ConfigTe
         },
         _ => {
             let ExpandableSegments { range_bytes, growth_bytes } = ExpandableSegments::default();
+            let range_bytes = settings.base().map_or(range_bytes, |_| BASED_RANGE_BYTES);
             SegmentPolicy::Expandable(ExpandableSegments {
                 range_bytes: number("range", range_bytes),
                 growth_bytes: number("growth", growth_bytes),
@@ -220,6 +222,7 @@ fn out_of_range(settings: &Settings<'_>, source: ConfigError) -> ConfigTextError
     let key = match source {
         ConfigError::NotStitched { .. } => "stitching",
         ConfigError::NotATag => "tag",
+        ConfigError::Base(_) => "base",
         ConfigError::HasQuota => "growth",
         ConfigError::OutOfRange { key, .. }
         | ConfigError::NotAMultiple { key, .. }

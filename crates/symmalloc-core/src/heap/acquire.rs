@@ -18,6 +18,7 @@
 //! the backend is checked before it becomes a segment.
 
 use super::{DynContext, Heap, Shortage};
+use crate::arena::addresses::FixedAddresses;
 use crate::arena::fresh;
 use crate::blocks::table::{Block, Slot};
 use crate::config::errors::{LimitScope, OutOfMemoryCause};
@@ -27,7 +28,7 @@ use crate::history::digest::{Mark, op_word};
 use crate::history::segment_log::{SegmentEvent, SegmentEventKind};
 use crate::stats::budget::Budgets;
 use crate::sync::lock::{Lock, LockCell};
-use crate::types::backend::{BackendError, Range, RangeOffset, Reason};
+use crate::types::backend::{Backend, BackendError, Range, RangeOffset, Reason};
 use crate::types::ids::StreamId;
 use crate::types::units::{UNIT_BYTES, Units, bytes, units};
 use smallvec::SmallVec;
@@ -195,10 +196,10 @@ impl<L: Lock> Heap<L> {
         let size_bytes = bytes(mapped);
         let charge = self.budgets(context).charge(size_bytes).map_err(|cause| Shortage::of(mapped, cause))?;
         let driver = |error| Shortage::of(mapped, OutOfMemoryCause::Driver(error));
-        let range = self.reserve_range(context, bytes(range)).map_err(driver)?;
+        let range = self.reserve_range(context, bytes(range)).map_err(|cause| Shortage::of(mapped, cause))?;
         if let Err(error) = back(context, (&self.config, self.arena.rules()), (range, 0), size_bytes) {
             drop(charge);
-            if context.backend.release(range).is_err() {
+            if release_range(&context.backend, self.addresses.as_deref(), range).is_err() {
                 // This costs only addresses; the next trim tries again.
                 self.log.add_stray(range, SmallVec::new(), false);
             }
@@ -208,12 +209,71 @@ impl<L: Lock> Heap<L> {
         let slot = self.arena.add_segment(range, class, mapped, fresh(stream));
         let segment = self.arena.block(slot).segment;
         context.directory.lock().insert(range, self.number, segment);
+        self.note_offset(range);
         self.log_segment(SegmentEventKind::Birth, segment, 0, size_bytes);
         Ok(slot)
     }
 
+    /// Acquires a range of addresses: a part of the pool's addresses if it has a base, and a reservation otherwise.
+    pub(super) fn reserve_range(
+        &self,
+        context: &DynContext<'_, L>,
+        size_bytes: u64,
+    ) -> Result<Range, OutOfMemoryCause> {
+        let Some(addresses) = self.addresses.as_deref() else {
+            return self.reserve_anywhere(context, size_bytes).map_err(OutOfMemoryCause::Driver);
+        };
+        let part = addresses.take(size_bytes).ok_or_else(|| OutOfMemoryCause::AddressesFull {
+            needed_bytes: size_bytes,
+            largest_free_bytes: addresses.largest_free_bytes(),
+        })?;
+        self.carve(context, addresses, part).map_err(OutOfMemoryCause::Driver)
+    }
+
+    /// Acquires the range of a saved segment, at its offset from the pool's base if there is one.
+    pub(super) fn reserve_saved(
+        &self,
+        context: &DynContext<'_, L>,
+        size_bytes: u64,
+        offset_bytes: Option<u64>,
+    ) -> Result<Range, BackendError> {
+        let Some(addresses) = self.addresses.as_deref() else {
+            return self.reserve_anywhere(context, size_bytes);
+        };
+        let part = offset_bytes.and_then(|offset_bytes| addresses.take_at(offset_bytes, size_bytes));
+        let part = part.ok_or_else(|| BackendError::new("Layout", 0, Reason::BadRange))?;
+        self.carve(context, addresses, part)
+    }
+
+    fn carve(
+        &self,
+        context: &DynContext<'_, L>,
+        addresses: &FixedAddresses<L>,
+        part: Range,
+    ) -> Result<Range, BackendError> {
+        if let Err(error) = context.backend.carve(addresses.space(), part) {
+            addresses.give_back(part);
+            return Err(error);
+        }
+        Ok(part)
+    }
+
+    /// Returns `true` if a new range of this size can be acquired, as far as the pool's base decides it.
+    pub(super) fn has_addresses(&self, size_bytes: u64) -> bool {
+        self.addresses.as_ref().is_none_or(|addresses| addresses.largest_free_bytes() >= size_bytes)
+    }
+
+    /// Adds the offset of a new range to the digest of a pool with a base. Threads that acquire memory in another order
+    /// than on other ranks get other addresses, which the ranks then notice.
+    pub(super) fn note_offset(&mut self, range: Range) {
+        if let Some(addresses) = &self.addresses {
+            let offset_bytes = addresses.offset_of(range.base);
+            self.ledger.fold(op_word(Mark::Carve, StreamId(0), range.size_bytes), offset_bytes);
+        }
+    }
+
     /// Reserves a range and checks what the backend returned.
-    pub(super) fn reserve_range(&self, context: &DynContext<'_, L>, size_bytes: u64) -> Result<Range, BackendError> {
+    fn reserve_anywhere(&self, context: &DynContext<'_, L>, size_bytes: u64) -> Result<Range, BackendError> {
         let range = context.backend.reserve(size_bytes)?;
         let granule_bytes = context.backend.granularity_bytes();
         // The length must be exact: growth continues at the end of a range, and no backend may choose that end (rule
@@ -363,6 +423,19 @@ pub(super) fn back<L: Lock>(
         None => context.backend.map(range, offset_bytes, size_bytes),
         Some(_) => context.backend.map_pieces((range, offset_bytes), size_bytes, bytes(rules.granule)),
     }
+}
+
+/// Releases a range in which nothing is mapped.
+pub(super) fn release_range<L: Lock>(
+    backend: &dyn Backend,
+    addresses: Option<&FixedAddresses<L>>,
+    range: Range,
+) -> Result<(), BackendError> {
+    backend.release(range)?;
+    if let Some(addresses) = addresses {
+        addresses.give_back(range);
+    }
+    Ok(())
 }
 
 /// Reports a segment event to `tracing`. Names and fields are stable.

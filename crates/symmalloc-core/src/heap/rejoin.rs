@@ -7,8 +7,9 @@
 //!         └► refund                    └► release acquired memory, refund
 //! ```
 
-use super::acquire::{back, trace_segment};
+use super::acquire::{back, release_range, trace_segment};
 use super::{DynContext, Heap};
+use crate::arena::addresses::FixedAddresses;
 use crate::arena::fresh;
 use crate::blocks::table::{BlockState, Slot};
 use crate::config::SegmentPolicy;
@@ -46,7 +47,7 @@ impl<L: Lock> Heap<L> {
                 }
                 _ => segment.end_bytes(),
             };
-            let range = self.reserve_range(context, range_bytes)?;
+            let range = self.reserve_saved(context, range_bytes, segment.base_offset_bytes)?;
             acquired.push(AcquiredRange { range, mapped: Extents::new() });
             for extent in &segment.extents {
                 back(context, (&self.config, self.arena.rules()), (range, extent.offset_bytes), extent.size_bytes)?;
@@ -62,7 +63,7 @@ impl<L: Lock> Heap<L> {
     pub(crate) fn release_acquired(&mut self, context: &DynContext<'_, L>, acquired: Vec<AcquiredRange>) -> u64 {
         let mut stray_bytes = 0;
         for AcquiredRange { range, mut mapped } in acquired {
-            if give_back(&context.backend, range, &mut mapped).is_err() {
+            if give_back(&context.backend, self.addresses.as_deref(), range, &mut mapped).is_err() {
                 stray_bytes += mapped.iter().map(|(_, size)| size).sum::<u64>();
                 self.log.add_stray(range, mapped, false);
             }
@@ -139,10 +140,15 @@ impl<L: Lock> Heap<L> {
 }
 
 /// Releases a range. If the driver fails, `mapped` contains the remaining parts.
-pub(super) fn give_back(backend: &dyn Backend, range: Range, mapped: &mut Extents) -> Result<(), BackendError> {
+pub(super) fn give_back<L: Lock>(
+    backend: &dyn Backend,
+    addresses: Option<&FixedAddresses<L>>,
+    range: Range,
+    mapped: &mut Extents,
+) -> Result<(), BackendError> {
     while let Some((offset_bytes, size_bytes)) = mapped.last().copied() {
         backend.unmap(range, offset_bytes, size_bytes)?;
         mapped.pop();
     }
-    backend.release(range)
+    release_range(backend, addresses, range)
 }

@@ -23,12 +23,13 @@ use super::rejoin::give_back;
 use super::{DynContext, Heap, Shortage};
 use crate::arena::fencing::synchronize;
 use crate::blocks::table::{BlockState, Slot};
+use crate::config::errors::OutOfMemoryCause;
 use crate::config::{ExpandableSegments, Stitching};
 use crate::history::digest::{Mark, op_word};
 use crate::history::segment_log::SegmentEventKind;
 use crate::stitching::{FreeAtHome, Home, Run, first_free};
 use crate::sync::lock::{Lock, LockCell};
-use crate::types::backend::{BackendError, Range};
+use crate::types::backend::{BackendError, Range, Reason};
 use crate::types::ids::StreamId;
 use crate::types::units::{Units, bytes};
 use smallvec::SmallVec;
@@ -76,6 +77,10 @@ impl<L: Lock> Heap<L> {
         if count > stitching.maps_max as usize || in_use + count > most {
             return Ok(None);
         }
+        // Growth may need a new range too. Both fit into one free part of the pool's fixed addresses, or nothing is stitched.
+        if !self.has_addresses(bytes(whole) + knobs.range_bytes) {
+            return Ok(None);
+        }
         if missing > 0 {
             self.grow(context, stream, Missing { at_end: missing, in_new_range: missing }, knobs, granule)?;
         }
@@ -111,6 +116,7 @@ impl<L: Lock> Heap<L> {
         let slot = self.stitched.add(&mut self.arena, &home, range, &runs, free);
         let segment = self.arena.block(slot).segment;
         context.directory.lock().insert(range, self.number, segment);
+        self.note_offset(range);
         // The range adds no memory, because its memory is counted at home.
         self.log_segment(SegmentEventKind::Birth, segment, 0, 0);
         Ok(slot)
@@ -134,7 +140,10 @@ impl<L: Lock> Heap<L> {
     /// also fails to unmap it.
     fn map_aliases(&mut self, context: &DynContext<'_, L>, runs: &[Run], size: Units) -> Result<Range, BackendError> {
         let granule = self.arena.rules().granule;
-        let range = self.reserve_range(context, bytes(size))?;
+        let range = self.reserve_range(context, bytes(size)).map_err(|cause| match cause {
+            OutOfMemoryCause::Driver(error) => error,
+            _ => BackendError::new("Backend::carve", 0, Reason::OutOfMemory),
+        })?;
         let granules = runs.iter().flat_map(|run| {
             let offsets = (run.start.offset..run.start.offset + run.size).step_by(granule as usize);
             offsets.map(|offset| (run.start.segment, bytes(offset)))
@@ -143,7 +152,7 @@ impl<L: Lock> Heap<L> {
             let home = self.arena.segment(segment).range;
             if let Err(error) = context.backend.alias((range, at_bytes), (home, source_bytes), bytes(granule)) {
                 let mut mapped: SmallVec<_> = (at_bytes > 0).then_some((0, at_bytes)).into_iter().collect();
-                if give_back(&context.backend, range, &mut mapped).is_err() {
+                if give_back(&context.backend, self.addresses.as_deref(), range, &mut mapped).is_err() {
                     self.log.add_stray(range, mapped, true);
                 }
                 return Err(error);

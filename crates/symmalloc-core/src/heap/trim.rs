@@ -14,7 +14,7 @@
 //!
 //! Before memory is released, the host waits for the streams that used it. A trim may therefore block.
 
-use super::acquire::trace_segment;
+use super::acquire::{release_range, trace_segment};
 use super::{DynContext, Heap, RequestMode};
 use crate::arena::Removed;
 use crate::arena::fencing::synchronize;
@@ -244,7 +244,7 @@ impl<L: Lock> Heap<L> {
                     *released_bytes += size_bytes;
                 }
             }
-            context.backend.release(retired.range)?;
+            release_range(&context.backend, self.addresses.as_deref(), retired.range)?;
             self.log.drop_first_released();
             tracing::debug!(
                 name: "segment.release",

@@ -82,6 +82,8 @@ marks! {
     Wake,
     /// A reset of the pool, after the frees of its live allocations.
     Reset,
+    /// A range of a pool with a base, and its offset from the base.
+    Carve,
 }
 
 impl From<Refusal> for Mark {

@@ -8,6 +8,7 @@
 //! reserve ──► map ──► (the program uses the bytes) ──► unmap ──► release
 //!             map more granules at the end, or into a hole
 //! map_pieces ──► alias, from another range, any number of times ──► unmap the aliases ──► unmap
+//! reserve_at ──► carve, a part at a time ──► (as after reserve) ──► release the parts ──► release_space
 //! record(stream) ──► wait(other stream, event) any number of times ──► recycle(event)
 //! save ──► unmap ──► map, at the same addresses ──► load or zero ──► discard
 //! ```
@@ -16,6 +17,7 @@
 //! - Offsets and sizes are multiples of [`Backend::granularity_bytes`], and sizes are not zero.
 //! - It maps a granule at most once.
 //! - It unmaps everything in a range before it releases the range, and all aliases of memory before the memory itself.
+//! - It carves disjoint parts out of a space, and releases all of them before the space.
 //! - Before `unmap`, it calls `synchronize` for every stream that may still use the bytes.
 //! - It recycles an event once and does not use it afterwards.
 //! - It never calls the backend for the same range from two threads at once.
@@ -28,6 +30,7 @@
 //! No result of a backend call decides a placement (rule D1): addresses are only passed on to the program, and a failed
 //! call becomes a typed error.
 
+use crate::types::base::{Base, BaseError};
 use crate::types::ids::{PoolId, StreamId};
 
 /// A device address.
@@ -130,6 +133,33 @@ pub trait Backend {
     /// # Errors
     /// Returns an error if a driver call fails; nothing is reserved then.
     fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError>;
+
+    /// Reserves the addresses of a pool with this base: exactly [`SLOT_BYTES`](crate::base::SLOT_BYTES) from the base
+    /// on, or none. The pool only names the owner in the errors of others.
+    ///
+    /// # Errors
+    /// Returns an error if the backend cannot choose addresses, something else uses one of them, or a driver call
+    /// fails; nothing is reserved then.
+    fn reserve_at(&self, _base: Base, _pool: PoolId) -> Result<Range, BaseError> {
+        Err(BaseError::Unsupported)
+    }
+
+    /// Turns a part of a space of [`reserve_at`](Self::reserve_at) into a range like those of
+    /// [`reserve`](Self::reserve). [`release`](Self::release) returns the part to the space. Makes no driver call.
+    ///
+    /// # Errors
+    /// Returns an error if the backend cannot choose addresses.
+    fn carve(&self, _space: Range, _part: Range) -> Result<(), BackendError> {
+        Err(BackendError::new("Backend::carve", 0, Reason::Refused))
+    }
+
+    /// Releases a space of which no part is a range anymore.
+    ///
+    /// # Errors
+    /// Returns an error if a driver call fails; the space stays reserved then.
+    fn release_space(&self, _space: Range) -> Result<(), BackendError> {
+        Err(BackendError::new("Backend::release_space", 0, Reason::Refused))
+    }
 
     /// Backs `size_bytes` of the range, starting at `offset_bytes`, with device memory that the device may access.
     ///

@@ -417,3 +417,34 @@ fn an_unrelated_word_finds_nothing() {
     assert_eq!(nearest("", KNOWN), None);
     assert_eq!(nearest(&"segments".repeat(1000), KNOWN), None);
 }
+
+#[test]
+fn a_base_is_the_only_value_with_a_colon() {
+    let pool = |text: &str| text.parse::<PoolConfig>().expect(text);
+    let base = pool("base:slot:3 , streams:shared").base().expect("a base");
+    assert_eq!(base.address(), 0x1300_0000_0000);
+    assert_eq!(pool("streams:shared,base:0x130000000000").base(), Some(base), "the same base has one value");
+    for text in ["base:slot:3", "base:0x200000200000,segments:fixed", "base:slot:63,range_mb:524288"] {
+        let read = pool(text);
+        assert_eq!(pool(&read.to_string()), read, "{text}");
+    }
+    // A slot holds sixteen default ranges, and the program may choose another size.
+    let range_mb = |text: &str| match pool(text).segments() {
+        SegmentPolicy::Expandable(expandable) => expandable.range_bytes >> 20,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(["base:slot:0", "base:slot:0,range_mb:524288", ""].map(range_mb), [65_536, 524_288, 524_288]);
+    let built = PoolConfig::builder().base(base).build().expect("valid");
+    assert_eq!(built, pool("base:slot:3"));
+    assert_ne!(built.digest(), pool("base:slot:4").digest());
+    for (text, error) in [
+        ("base:slot", "byte 5: a base must be slot:N, or a hexadecimal address such as 0x200000000000"),
+        ("base:slot:1:2", "byte 5: a base must be slot:N, or a hexadecimal address such as 0x200000000000"),
+        ("base:", "byte 5: expected a value"),
+        ("base:[slot:1]", "byte 5: a base must be slot:N, or a hexadecimal address such as 0x200000000000"),
+        ("streams:shared:1", "byte 14: expected a comma"),
+        ("base:slot:1,base:slot:2", "byte 12: base is already set at byte 0; keep one of the two"),
+    ] {
+        assert_eq!(text.parse::<PoolConfig>().expect_err(text).to_string(), error, "{text}");
+    }
+}

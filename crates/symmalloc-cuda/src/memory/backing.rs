@@ -14,6 +14,8 @@ use symmalloc_core::backend::Range;
 /// A range of addresses and its backing memory.
 pub(crate) struct Backing {
     pub(super) range: Range,
+    /// `true` if the addresses belong to a pool with a base, and are not a reservation of their own.
+    pub(super) is_carved: bool,
     backed: Mutex<Backed>,
     /// Number of callers that wait for the lock. They take precedence.
     callers: AtomicUsize,
@@ -48,8 +50,8 @@ impl Backed {
 }
 
 impl Backing {
-    pub(super) fn new(range: Range) -> Self {
-        Backing { range, backed: Mutex::default(), callers: AtomicUsize::new(0) }
+    pub(super) fn new(range: Range, is_carved: bool) -> Self {
+        Backing { range, is_carved, backed: Mutex::default(), callers: AtomicUsize::new(0) }
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Backed> {

@@ -7,12 +7,26 @@ use crate::error::{CudaError, DriverError, INVALID_VALUE};
 use std::ffi::c_ulonglong;
 use std::sync::Arc;
 use symmalloc_core::backend::{BackendError, Range, RangeOffset, Reason};
+use symmalloc_core::base::{Base, BaseError};
+use symmalloc_core::ids::PoolId;
 
 /// Memory that is reserved in ranges and mapped in parts. [`symmalloc_core::backend`] states the contract.
 #[doc(hidden)]
 pub trait BackendMemory: Send + Sync {
     fn granularity_bytes(&self) -> u64;
     fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError>;
+    /// Reserves the addresses of a pool with a base.
+    fn reserve_at(&self, _base: Base, _pool: PoolId) -> Result<Range, BaseError> {
+        Err(BaseError::Unsupported)
+    }
+    /// Turns a part of these addresses into a range. Makes no driver call.
+    fn carve(&self, _part: Range) -> Result<(), BackendError> {
+        Err(BackendError::new("cuMemAddressReserve", INVALID_VALUE, Reason::Refused))
+    }
+    /// Releases these addresses. None of their parts is a range anymore.
+    fn release_space(&self, _space: Range) -> Result<(), BackendError> {
+        Err(BackendError::new("cuMemAddressFree", INVALID_VALUE, Reason::Refused))
+    }
     fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError>;
     /// Like `map`, but in pieces of `_piece_bytes`, each of which can also be mapped at other addresses.
     fn map_pieces(&self, at: RangeOffset, size_bytes: u64, _piece_bytes: u64) -> Result<(), BackendError> {

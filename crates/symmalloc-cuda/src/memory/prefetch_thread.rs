@@ -26,6 +26,8 @@ use std::ffi::c_ulonglong;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use symmalloc_core::backend::{BackendError, Range};
+use symmalloc_core::base::{Base, BaseError};
+use symmalloc_core::ids::PoolId;
 
 pub(crate) struct Prefetching {
     memory: Arc<VirtualMemory>,
@@ -125,6 +127,18 @@ impl BackendMemory for Prefetching {
 
     fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError> {
         self.memory.reserve(size_bytes)
+    }
+
+    fn reserve_at(&self, base: Base, pool: PoolId) -> Result<Range, BaseError> {
+        self.memory.reserve_at(base, pool)
+    }
+
+    fn carve(&self, part: Range) -> Result<(), BackendError> {
+        self.memory.carve(part)
+    }
+
+    fn release_space(&self, space: Range) -> Result<(), BackendError> {
+        self.memory.release_space(space)
     }
 
     fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {

@@ -26,6 +26,7 @@ use super::handle::{DmaBufRefusal, ExportedHandle, HandleKind, HeldDmaBuf};
 use super::interface::BackendMemory;
 use super::prefetch_window::{PrefetchRule, PrefetchWindow};
 use super::properties::{granularity_of, supported_properties};
+use super::spaces;
 use super::spare::{Prefetched, with_spare};
 use crate::device::CudaDevice;
 use crate::driver::{ACCESS_READ_WRITE, MemAccess, MemLocation, MemProperties};
@@ -37,6 +38,8 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use symmalloc_core::backend::{BackendError, DeviceAddress, Range, RangeOffset};
+use symmalloc_core::base::{Base, BaseError};
+use symmalloc_core::ids::PoolId;
 
 /// Default size, in bytes, of the chunks that are mapped when a range grows.
 const CHUNK_BYTES: u64 = 32 << 20;
@@ -425,8 +428,26 @@ impl BackendMemory for VirtualMemory {
         let _relaxed = self.device.driver().relax_capture();
         let base = self.addresses.reserve(size_bytes, self.granularity_bytes)?;
         let range = Range { base: DeviceAddress(base), size_bytes };
-        self.ranges().insert(base, Arc::new(Backing::new(range)));
+        self.ranges().insert(base, Arc::new(Backing::new(range, false)));
         Ok(range)
+    }
+
+    fn reserve_at(&self, base: Base, pool: PoolId) -> Result<Range, BaseError> {
+        let driver = |error: DriverError| BaseError::Driver { base, call: error.call, code: error.code };
+        let _current = self.device.enter().map_err(driver)?;
+        let _relaxed = self.device.driver().relax_capture();
+        spaces::reserve(&self.device, base, pool, self.granularity_bytes)
+    }
+
+    fn carve(&self, part: Range) -> Result<(), BackendError> {
+        self.ranges().insert(part.base.0, Arc::new(Backing::new(part, true)));
+        Ok(())
+    }
+
+    fn release_space(&self, space: Range) -> Result<(), BackendError> {
+        let _current = self.device.enter()?;
+        let _relaxed = self.device.driver().relax_capture();
+        Ok(spaces::release(&self.device, space.base.0)?)
     }
 
     fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
@@ -504,7 +525,7 @@ impl BackendMemory for VirtualMemory {
         }
         // Remove the range first: once the driver has the addresses back, it may return them to another thread's `reserve`.
         let removed = self.ranges().remove(&range.base.0);
-        let freed = self.addresses.free(range.base.0, range.size_bytes);
+        let freed = if backing.is_carved { Ok(()) } else { self.addresses.free(range.base.0, range.size_bytes) };
         if let (Err(_), Some(removed)) = (freed, removed) {
             self.ranges().insert(range.base.0, removed);
         }

@@ -4,6 +4,7 @@
 mod accesses;
 mod arenas;
 mod backend;
+mod bases;
 mod buffers;
 mod captures;
 mod dma_buf;

@@ -4,6 +4,7 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 
 use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Image, Part, Range, RangeOffset, Reason};
+use symmalloc_core::base::{Base, BaseError, SLOT_BYTES};
 use symmalloc_core::ids::{PoolId, StreamGroup, StreamId};
 use symmalloc_core::units::{GIB, MIB};
 
@@ -12,6 +13,8 @@ use symmalloc_core::ids::HeapId;
 const GRANULARITY_BYTES: u64 = 2 * MIB;
 /// Address of the first range.
 const FIRST_ADDRESS: u64 = 1024 * GIB;
+/// An address above every base.
+const ABOVE_BASES: u64 = 1 << 48;
 /// Gap between two ranges. It keeps viewers from merging adjacent ranges.
 const GAP_BYTES: u64 = GRANULARITY_BYTES;
 
@@ -52,11 +55,24 @@ struct DeviceState {
     ownerless: Vec<DeviceAddress>,
     /// Reserved ranges by base.
     ranges: BTreeMap<DeviceAddress, Reserved>,
+    /// Bases of pools that have one.
+    spaces: Vec<u64>,
     changes: Vec<MemoryChange>,
     /// Bytes that are mapped now, by pool. As long as the pool is unknown, memory is counted for the default pool.
     mapped: BTreeMap<PoolId, u64>,
     /// The sum of `mapped`.
     mapped_bytes: u64,
+}
+
+impl DeviceState {
+    fn note_range(&mut self, base: DeviceAddress) {
+        let reserved = self.current.unwrap_or_else(|| {
+            self.ownerless.push(base);
+            let heap = HeapId { pool: PoolId::DEFAULT, group: StreamGroup::All };
+            Reserved { heap, stream: StreamId(0), is_expandable: false, is_stitched: false }
+        });
+        self.ranges.insert(base, reserved);
+    }
 }
 
 /// The simulated device. See the [module documentation](self).
@@ -71,6 +87,7 @@ impl NotingDevice {
             current: None,
             ownerless: Vec::new(),
             ranges,
+            spaces: Vec::new(),
             changes: Vec::new(),
             mapped: BTreeMap::new(),
             mapped_bytes: 0,
@@ -154,16 +171,27 @@ impl Backend for NotingDevice {
     fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError> {
         let mut state = self.0.borrow_mut();
         let base = state.next_address;
+        let is_taken = |space: &&u64| base < **space + SLOT_BYTES && **space < base + size_bytes;
+        let base = if state.spaces.iter().any(|space| is_taken(&space)) { ABOVE_BASES } else { base };
         let next = base.checked_add(size_bytes).and_then(|end| end.checked_add(GAP_BYTES));
         let full = || BackendError::new("reserve", 2, Reason::OutOfMemory);
         state.next_address = next.and_then(|next| next.checked_next_multiple_of(GRANULARITY_BYTES)).ok_or_else(full)?;
-        let reserved = state.current.unwrap_or_else(|| {
-            state.ownerless.push(DeviceAddress(base));
-            let heap = HeapId { pool: PoolId::DEFAULT, group: StreamGroup::All };
-            Reserved { heap, stream: StreamId(0), is_expandable: false, is_stitched: false }
-        });
-        state.ranges.insert(DeviceAddress(base), reserved);
+        state.note_range(DeviceAddress(base));
         Ok(Range { base: DeviceAddress(base), size_bytes })
+    }
+
+    fn reserve_at(&self, base: Base, _: PoolId) -> Result<Range, BaseError> {
+        self.0.borrow_mut().spaces.push(base.address());
+        Ok(Range { base: DeviceAddress(base.address()), size_bytes: SLOT_BYTES })
+    }
+
+    fn carve(&self, _: Range, part: Range) -> Result<(), BackendError> {
+        self.0.borrow_mut().note_range(part.base);
+        Ok(())
+    }
+
+    fn release_space(&self, _: Range) -> Result<(), BackendError> {
+        Ok(())
     }
 
     fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {

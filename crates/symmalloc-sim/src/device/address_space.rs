@@ -14,6 +14,8 @@
 use super::interval::IntervalMap;
 use super::random::SplitMix64;
 use std::collections::BTreeMap;
+use symmalloc_core::base::{Base, BaseError, Occupant, SLOT_BYTES, SLOT_COUNT};
+use symmalloc_core::ids::PoolId;
 use symmalloc_core::work;
 
 /// The lowest address handed out. The first 8 GiB are left to the host, as real drivers do.
@@ -56,6 +58,8 @@ pub(crate) struct AddressSpace {
     too_large: Option<u64>,
     /// Base → size. Ranges do not overlap and lie within `LOW..HIGH`.
     ranges: BTreeMap<u64, u64>,
+    /// The addresses of pools with a base: base → pool. Only carved ranges overlap them.
+    spaces: BTreeMap<u64, PoolId>,
     /// Bases of released ranges, most recent last; at most `HOLES`. They may have been reserved again since.
     holes: Vec<u64>,
     /// Bytes that are backed by memory. Each byte lies in a range.
@@ -78,6 +82,7 @@ impl AddressSpace {
             reuse_per_million,
             too_large: None,
             ranges: BTreeMap::new(),
+            spaces: BTreeMap::new(),
             holes: Vec::new(),
             mapped: IntervalMap::default(),
             aliases: BTreeMap::new(),
@@ -93,7 +98,10 @@ impl AddressSpace {
 
     fn place(&mut self, size_bytes: u64) -> Option<u64> {
         let slots = (HIGH - LOW).checked_sub(size_bytes)? / self.granularity_bytes + 1;
-        if let Some(base) = self.next {
+        if let Some(mut base) = self.next {
+            while let Some(space) = self.space_around(base, size_bytes) {
+                base = space + SLOT_BYTES;
+            }
             self.next = base.checked_add(size_bytes).filter(|&end| end <= HIGH);
             return self.next.map(|_| base);
         }
@@ -129,12 +137,69 @@ impl AddressSpace {
     fn is_free(&self, base: u64, size_bytes: u64) -> bool {
         let Some(end) = base.checked_add(size_bytes).filter(|&end| base >= LOW && end <= HIGH) else { return false };
         self.ranges.range(..end).next_back().is_none_or(|(&other, &size)| other + size <= base)
+            && self.space_around(base, size_bytes).is_none()
+    }
+
+    /// Returns the base of a space that overlaps these addresses.
+    fn space_around(&self, base: u64, size_bytes: u64) -> Option<u64> {
+        let (&space, _) = self.spaces.range(..base.saturating_add(size_bytes)).next_back()?;
+        (space + SLOT_BYTES > base).then_some(space)
+    }
+
+    /// Reserves the addresses of a pool with a base.
+    pub(crate) fn reserve_at(&mut self, base: Base, pool: PoolId) -> Result<(), BaseError> {
+        let address = base.address();
+        if !self.is_free(address, SLOT_BYTES) {
+            return Err(BaseError::Occupied { base, occupant: self.occupant(address), free_slot: self.free_slot() });
+        }
+        self.spaces.insert(address, pool);
+        Ok(())
+    }
+
+    fn occupant(&self, address: u64) -> Occupant {
+        if let Some(space) = self.space_around(address, SLOT_BYTES) {
+            let base = Base::at(space).expect("it was a base before");
+            return Occupant::Pool { pool: self.spaces[&space], device: 0, base };
+        }
+        let other = self.ranges.range(..address + SLOT_BYTES).next_back();
+        let (start, size_bytes) = other.map_or((0, LOW), |(&start, &size_bytes)| (start, size_bytes));
+        Occupant::Mapping { start, end: start + size_bytes, name: "a simulated range".into() }
+    }
+
+    fn free_slot(&self) -> Option<u32> {
+        (0..SLOT_COUNT).find(|slot| Base::slot(*slot).is_ok_and(|base| self.is_free(base.address(), SLOT_BYTES)))
+    }
+
+    /// Makes a part of a space a range.
+    pub(crate) fn carve(&mut self, base: u64, size_bytes: u64) {
+        self.ranges.insert(base, size_bytes);
+    }
+
+    /// Returns `true` if these addresses are free addresses of a space.
+    pub(crate) fn is_carvable(&self, base: u64, size_bytes: u64) -> bool {
+        let Some(end) = base.checked_add(size_bytes) else { return false };
+        let space = self.spaces.range(..=base).next_back().filter(|(space, _)| end <= **space + SLOT_BYTES);
+        space.is_some() && self.ranges.range(..end).next_back().is_none_or(|(&other, &size)| other + size <= base)
+    }
+
+    /// Returns `true` if a space begins here and none of its parts is a range.
+    pub(crate) fn is_unused_space(&self, base: u64) -> bool {
+        self.spaces.contains_key(&base) && self.ranges.range(base..base + SLOT_BYTES).next().is_none()
+    }
+
+    /// Releases a space.
+    pub(crate) fn release_space(&mut self, base: u64) {
+        self.spaces.remove(&base);
+        self.too_large = None;
     }
 
     /// Releases a range. The caller has checked that it is reserved and unmapped.
     pub(crate) fn release(&mut self, base: u64) {
         self.ranges.remove(&base);
         self.too_large = None;
+        if self.space_around(base, 1).is_some() {
+            return;
+        }
         if self.holes.len() == HOLES {
             self.holes.remove(0);
         }
@@ -146,9 +211,9 @@ impl AddressSpace {
         self.ranges.get(&base) == Some(&size_bytes)
     }
 
-    /// Returns the number of reserved ranges.
+    /// Returns the number of reserved ranges, including the addresses of pools with a base.
     pub(crate) fn ranges(&self) -> usize {
-        self.ranges.len()
+        self.ranges.len() + self.spaces.len()
     }
 
     /// Returns `true` if every byte is backed by memory.

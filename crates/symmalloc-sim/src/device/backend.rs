@@ -3,8 +3,8 @@
 use super::address_space::AddressSpace;
 use super::contents::{Contents, Pieces};
 use super::contract::{
-    ALIASES_FIRST, ALIGNED, IMAGE, INSIDE, LIVE_EVENT, MAPPED, MAPPED_ONCE, PIECE, QUIET, RESERVED, SYNCHRONIZED_FIRST,
-    UNMAPPED_FIRST, violation,
+    ALIASES_FIRST, ALIGNED, CARVED, IMAGE, INSIDE, LIVE_EVENT, MAPPED, MAPPED_ONCE, PIECE, QUIET, RESERVED,
+    SYNCHRONIZED_FIRST, UNMAPPED_FIRST, violation,
 };
 use super::fault::{Call, CallCounts, Fault, FaultRule, Faults};
 use super::leaks::Leaks;
@@ -12,6 +12,7 @@ use super::random::mix;
 use super::timeline::{Race, Timeline};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Image, Part, Range, RangeOffset};
+use symmalloc_core::base::{Base, BaseError, SLOT_BYTES};
 use symmalloc_core::ids::{PoolId, StreamId};
 
 /// A simulated device of one rank. Its addresses, handles, event timing and faults derive from its seed.
@@ -343,6 +344,49 @@ impl Backend for SimBackend {
         self.call(call, check, |state| {
             let base = state.addresses.reserve(size_bytes).ok_or_else(|| Fault::OutOfMemory.of(call))?;
             Ok(Range { base: DeviceAddress(base), size_bytes })
+        })
+    }
+
+    /// Counts as a [`Call::Reserve`].
+    #[track_caller]
+    fn reserve_at(&self, base: Base, pool: PoolId) -> Result<Range, BaseError> {
+        let mut granted = Ok(());
+        let reserve = |state: &mut SimState| {
+            granted = state.addresses.reserve_at(base, pool);
+            Ok(())
+        };
+        self.call(Call::Reserve, |_| Ok(()), reserve).map_err(|error| BaseError::Driver {
+            base,
+            call: error.call,
+            code: error.code,
+        })?;
+        granted.map(|()| Range { base: DeviceAddress(base.address()), size_bytes: SLOT_BYTES })
+    }
+
+    /// Not a call: it takes no tick and cannot fail.
+    #[track_caller]
+    fn carve(&self, space: Range, part: Range) -> Result<(), BackendError> {
+        let mut state = self.state();
+        let (base, size_bytes) = (part.base.0, part.size_bytes);
+        let is_aligned = [base, size_bytes].iter().all(|bytes| bytes.is_multiple_of(self.granularity_bytes));
+        let is_inside = space.base.0 <= base && base + size_bytes <= space.base.0 + space.size_bytes;
+        if size_bytes == 0 || !is_aligned || !is_inside || !state.addresses.is_carvable(base, size_bytes) {
+            return Err(violation(Call::Reserve, CARVED, format_args!("{size_bytes} bytes at {base:#x}")));
+        }
+        state.addresses.carve(base, size_bytes);
+        Ok(())
+    }
+
+    /// Counts as a [`Call::Release`].
+    #[track_caller]
+    fn release_space(&self, space: Range) -> Result<(), BackendError> {
+        let check = |state: &SimState| match state.addresses.is_unused_space(space.base.0) {
+            true => Ok(()),
+            false => Err(violation(Call::Release, CARVED, format_args!("the space at {:#x}", space.base.0))),
+        };
+        self.call(Call::Release, check, |state| {
+            state.addresses.release_space(space.base.0);
+            Ok(())
         })
     }
 

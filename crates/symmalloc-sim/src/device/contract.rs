@@ -15,6 +15,8 @@ pub(super) fn violation(call: Call, rule: &str, what: fmt::Arguments<'_>) -> Bac
 
 pub(super) const ALIGNED: &str = "offsets and sizes must be nonzero multiples of the granularity";
 pub(super) const RESERVED: &str = "a range must be one that `reserve` returned and that is not released";
+pub(super) const CARVED: &str =
+    "parts of a space must lie inside of it, must be disjoint, and must be released before the space";
 pub(super) const INSIDE: &str = "mapped and unmapped bytes must lie inside their range";
 pub(super) const MAPPED_ONCE: &str = "a granule must be mapped at most once";
 pub(super) const MAPPED: &str = "only mapped bytes may be unmapped or used";

@@ -4,21 +4,26 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Image, Part, Range, RangeOffset};
+use symmalloc_core::base::{Base, BaseError, SLOT_BYTES};
 use symmalloc_core::ids::{PoolId, StreamId};
 use symmalloc_core::units::MIB;
 
 const GRANULARITY_BYTES: u64 = 2 * MIB;
 
+/// Above the addresses of every base.
+const FIRST_ADDRESS: u64 = 1 << 48;
+
 /// A backend for timing an allocator: every call succeeds at negligible cost.
 #[derive(Debug)]
 pub struct IdleBackend {
-    /// Base of the next range. Addresses are never reused, because the 64-bit address space is large enough.
+    /// Base of the next range, above the addresses of pools with a base. Addresses are never reused, because the 64-bit
+    /// address space is large enough.
     next: AtomicU64,
 }
 
 impl Default for IdleBackend {
     fn default() -> Self {
-        IdleBackend { next: AtomicU64::new(GRANULARITY_BYTES) }
+        IdleBackend { next: AtomicU64::new(FIRST_ADDRESS) }
     }
 }
 
@@ -30,6 +35,18 @@ impl Backend for IdleBackend {
     fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError> {
         let base = self.next.fetch_add(size_bytes, Ordering::Relaxed);
         Ok(Range { base: DeviceAddress(base), size_bytes })
+    }
+
+    fn reserve_at(&self, base: Base, _: PoolId) -> Result<Range, BaseError> {
+        Ok(Range { base: DeviceAddress(base.address()), size_bytes: SLOT_BYTES })
+    }
+
+    fn carve(&self, _: Range, _: Range) -> Result<(), BackendError> {
+        Ok(())
+    }
+
+    fn release_space(&self, _: Range) -> Result<(), BackendError> {
+        Ok(())
     }
 
     fn map(&self, _: Range, _: u64, _: u64) -> Result<(), BackendError> {

@@ -97,7 +97,9 @@ impl From<&AllocateError> for DecidedRefusal {
             AllocateError::OutOfMemory(error) => match error.cause {
                 OutOfMemoryCause::Limit { scope: LimitScope::Pool, .. } => DecidedRefusal::PoolLimit,
                 OutOfMemoryCause::Limit { .. } => DecidedRefusal::LimitOverAll,
-                OutOfMemoryCause::SegmentFull { .. } => DecidedRefusal::SegmentFull,
+                OutOfMemoryCause::SegmentFull { .. } | OutOfMemoryCause::AddressesFull { .. } => {
+                    DecidedRefusal::SegmentFull
+                }
                 _ => DecidedRefusal::Driver,
             },
             _ => DecidedRefusal::Driver,

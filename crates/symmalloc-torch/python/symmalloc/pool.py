@@ -123,14 +123,16 @@ class MemPool:
                graphs the default capture stream of `torch.cuda.graph`
     quota      maximum size in bytes, for which the pool reserves address space. The pool starts empty, and only `resize`
                changes its size. Allocations beyond the current size raise
+    base       first address of the pool's memory, equal in every process: `"slot:0"` to `"slot:63"`, or a multiple of 2 MiB. No
+               other pool of the process may use any of the 1 TiB from there on
     tag        label for `symmalloc.sleep(tag)`: 1 to 24 lower-case letters, digits, `_` and `-`
     conf       further configuration of the pool, such as `limit_mb:4096` or `streams:shared`
     device     None: the current one
 
     After the pool was closed or garbage-collected and its tensors were freed, the next `empty_cache()` releases its memory. A
     pool with windows is not garbage-collected until it is deregistered, because NCCL uses its memory. Raises `NotInstalled`,
-    `InvalidSettings`, `OutOfMemory`, and `InvalidArgument` for a graph pool without `reserve`, or for both `reserve` and
-    `quota`.
+    `InvalidSettings`, `OutOfMemory`, `InvalidState` if something else uses addresses of the `base`, and
+    `InvalidArgument` for a graph pool without `reserve`, or for both `reserve` and `quota`.
     """
 
     def __init__(
@@ -141,6 +143,7 @@ class MemPool:
         graphs: bool = False,
         stream: torch.cuda.Stream | None = None,
         quota: int | None = None,
+        base: str | int | None = None,
         tag: str | None = None,
         conf: str | None = None,
         device: Device = None,
@@ -152,7 +155,7 @@ class MemPool:
         self.device = device_index(device)
         self.graphs = graphs
         self._allocator = allocator(self.device)
-        self.id = self._allocator.create_pool(_pool_conf(symmetric, reserve, quota, tag, conf))
+        self.id = self._allocator.create_pool(_pool_conf(symmetric, reserve, quota, base, tag, conf))
         self._on: list[Registered] = []
         # The members of `_on` whose communicator PyTorch may destroy.
         self._groups: list[Member] = []
@@ -397,8 +400,12 @@ def registered_first(member: Member) -> Registered:
     raise InvalidState("no pool is registered on this group: call MemPool.register() first")
 
 
-def _pool_conf(symmetric: bool, reserve: int | None, quota: int | None, tag: str | None, conf: str | None) -> str:
+def _pool_conf(
+    symmetric: bool, reserve: int | None, quota: int | None, base: str | int | None, tag: str | None, conf: str | None
+) -> str:
     keys = ["symmetric:true"] if symmetric else []
+    if base is not None:
+        keys += [f"base:{base:#x}" if isinstance(base, int) else f"base:{base}"]
     if tag is not None:
         keys += [f"tag:{tag}"]
     if quota is not None:

@@ -125,6 +125,23 @@ class Pools(unittest.TestCase):
             pass
         """)  # fmt: skip
 
+    def test_a_pool_with_a_base_has_its_addresses(self) -> None:
+        succeeds(self, START + """
+        pool = symmalloc.MemPool(symmetric=False, base="slot:4", device=0)
+        other = symmalloc.MemPool(base=0x2000_0000_0000, reserve=4 << 20, device=0)
+        with symmalloc.use_mem_pool(pool):
+            assert allocate(1 << 20) == 0x1400_0000_0000
+        with symmalloc.use_mem_pool(other):
+            assert allocate(1 << 20) == 0x2000_0000_0000
+        for base, kind in (("slot:4", symmalloc.InvalidState), ("slot:64", symmalloc.InvalidSettings), (4096, symmalloc.InvalidSettings)):
+            try:
+                symmalloc.MemPool(base=base, device=0)
+            except kind as error:
+                assert "slot:" in str(error), error
+            else:
+                raise AssertionError(base)
+        """)  # fmt: skip
+
     def test_allocations_in_a_named_scope_have_the_name(self) -> None:
         succeeds(self, START + """
         with symmalloc.named("layer 3", device=0):

@@ -10,8 +10,8 @@ use std::ffi::{c_char, c_void};
 use symmalloc_core::PoolId;
 use symmalloc_files::is_forked;
 
-/// Creates a pool. `conf` has the pool keys of SYMMALLOC_CONF; NULL selects the default pool's settings, but private and without groups of
-/// streams. Create pools in the same order on every rank.
+/// Creates a pool. `conf` has the pool keys of SYMMALLOC_CONF; NULL selects the default pool's settings, but private, without groups of
+/// streams and without a base. Create pools in the same order on every rank.
 ///
 /// # Safety
 /// `allocator` is live; `conf` is NULL or a C string; `out` is valid for writing.

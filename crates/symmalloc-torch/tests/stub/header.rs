@@ -179,6 +179,7 @@ fn address(name: &str) -> Option<usize> {
         symmalloc_torch_push_name,
         symmalloc_torch_pop_name,
         symmalloc_torch_allocate,
+        symmalloc_torch_allocate_with_address,
         symmalloc_torch_has_captured,
         symmalloc_torch_is_forked,
         symmalloc_torch_deallocate,

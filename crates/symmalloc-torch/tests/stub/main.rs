@@ -2,6 +2,7 @@
 
 mod alignment;
 mod all_to_all;
+mod bases;
 mod c_calls;
 mod callbacks;
 mod captures;

@@ -58,6 +58,16 @@ pub enum Contradiction {
         /// The segment.
         segment: SegmentId,
     },
+    /// A segment of a pool with a base has no offset from the base, an invalid one, or that of another segment. A segment
+    /// of any other pool has an offset.
+    #[error(
+        "{segment} must have its own offset from the base, a multiple of the granularity below 1 TiB, exactly if the pool \
+         has a base"
+    )]
+    BaseOffset {
+        /// The segment.
+        segment: SegmentId,
+    },
     /// A second segment in a heap of a reserved pool.
     #[error("a heap of a reserved pool has one segment, g0")]
     SecondSegment,

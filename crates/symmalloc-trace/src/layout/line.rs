@@ -34,7 +34,11 @@ pub(super) fn parse(line: u64, text: &str) -> Result<Line<LayoutItem>, LineError
             digest: Digest { ops: fields.number("the number of ops", u64::MAX)?, value: fields.hexadecimal()? },
             next_segment: fields.segment()?,
         },
-        "segment" => LayoutItem::Segment { id: fields.segment()?, class: fields.class()? },
+        "segment" => LayoutItem::Segment {
+            id: fields.segment()?,
+            class: fields.class()?,
+            base_offset_bytes: if fields.ahead().is_some() { Some(fields.bytes()?) } else { None },
+        },
         "memory" => LayoutItem::Memory(Extent { offset_bytes: fields.bytes()?, size_bytes: fields.bytes()? }),
         "a" => LayoutItem::Allocation(AllocationLayout {
             offset_bytes: fields.bytes()?,

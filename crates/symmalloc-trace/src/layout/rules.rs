@@ -1,6 +1,7 @@
 //! Validating builder: assembles a layout item by item, and rejects any item that no heap can satisfy.
 
 use super::contradiction::Contradiction;
+use symmalloc_core::base::SLOT_BYTES;
 use symmalloc_core::config::{PoolConfig, SegmentPolicy};
 use symmalloc_core::ids::{SegmentId, StreamGroup, StreamId};
 use symmalloc_core::layout::{AllocationLayout, Extent, HeapLayout, Layout, SegmentLayout};
@@ -39,6 +40,8 @@ pub(super) enum LayoutItem {
         id: SegmentId,
         /// Class of the requests that the segment serves.
         class: SizeClass,
+        /// Distance of the segment from the pool's base in bytes, if the pool has a base.
+        base_offset_bytes: Option<u64>,
     },
     /// The next extent of backed memory in the last segment.
     Memory(Extent),
@@ -95,11 +98,14 @@ impl LayoutBuilder {
                 check_heap(config, self.heaps.last(), &heap)?;
                 self.heaps.push(heap);
             }
-            LayoutItem::Segment { id, class } => {
-                let heap = self.heaps.last_mut().ok_or(misplaced("`heap`"))?;
+            LayoutItem::Segment { id, class, base_offset_bytes } => {
+                let heap = self.heaps.last().ok_or(misplaced("`heap`"))?;
                 close_segment(Some(heap))?;
                 check_segment(config, heap, id, class)?;
-                heap.segments.push(SegmentLayout { id, class, extents: Vec::new(), allocations: Vec::new() });
+                check_base_offset(config, granularity_bytes, &self.heaps, id, base_offset_bytes)?;
+                let (extents, allocations) = (Vec::new(), Vec::new());
+                let segment = SegmentLayout { id, class, base_offset_bytes, extents, allocations };
+                self.heaps.last_mut().expect("checked above").segments.push(segment);
             }
             LayoutItem::Memory(extent) => {
                 let segment = open_segment(&mut self.heaps).ok_or(misplaced("`segment`"))?;
@@ -213,6 +219,24 @@ fn check_segment(
         return Err(Contradiction::SecondSegment);
     }
     Ok(())
+}
+
+/// Checks the place of a segment in the addresses of a pool with a base.
+fn check_base_offset(
+    config: &PoolConfig,
+    granularity_bytes: u64,
+    heaps: &[HeapLayout],
+    segment: SegmentId,
+    base_offset_bytes: Option<u64>,
+) -> Result<(), Contradiction> {
+    if config.base().is_some() != base_offset_bytes.is_some() {
+        return Err(Contradiction::BaseOffset { segment });
+    }
+    let Some(offset_bytes) = base_offset_bytes else { return Ok(()) };
+    let is_taken =
+        heaps.iter().flat_map(|heap| &heap.segments).any(|other| other.base_offset_bytes == base_offset_bytes);
+    let is_inside = offset_bytes < SLOT_BYTES && offset_bytes.is_multiple_of(granularity_bytes);
+    if is_inside && !is_taken { Ok(()) } else { Err(Contradiction::BaseOffset { segment }) }
 }
 
 fn check_memory(

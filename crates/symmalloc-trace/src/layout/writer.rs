@@ -43,7 +43,10 @@ fn write_heap(out: &mut Counted, heap: &HeapLayout) -> fmt::Result {
 
 fn write_segment(out: &mut Counted, segment: &SegmentLayout) -> fmt::Result {
     let (_, class) = CLASSES[segment.class as usize];
-    out.line(format_args!("segment {} {class}", segment.id.0))?;
+    match segment.base_offset_bytes {
+        Some(offset_bytes) => out.line(format_args!("segment {} {class} {offset_bytes}", segment.id.0))?,
+        None => out.line(format_args!("segment {} {class}", segment.id.0))?,
+    }
     for extent in &segment.extents {
         out.line(format_args!("memory {} {}", extent.offset_bytes, extent.size_bytes))?;
     }

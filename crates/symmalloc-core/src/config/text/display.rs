@@ -40,6 +40,9 @@ impl fmt::Display for PoolConfig {
         if let Some(tag) = self.tag() {
             write!(f, ",tag:{tag}")?;
         }
+        if let Some(base) = self.base() {
+            write!(f, ",base:{base}")?;
+        }
         let Some(stitching) = self.stitching() else { return Ok(()) };
         write!(f, ",stitching:true")?;
         write_bytes(f, "stitching_granule", Some(stitching.granule_bytes))?;

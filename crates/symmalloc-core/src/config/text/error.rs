@@ -6,6 +6,7 @@ use super::keys;
 use super::reason::KeyRefusal;
 use crate::config::nearest::did_you_mean;
 use crate::config::policy::ConfigError;
+use crate::types::base::BaseError;
 
 /// An error returned for a text that is not a configuration.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -58,6 +59,14 @@ pub enum ConfigTextError {
         key: &'static str,
         /// The accepted values.
         allowed: &'static str,
+    },
+    /// The value is no base.
+    #[error("byte {offset}: {source}")]
+    Base {
+        /// Offset of the value.
+        offset: usize,
+        /// The reason.
+        source: Box<BaseError>,
     },
     /// The value is a number too large to hold.
     #[error("byte {offset}: {key} is too large; the largest number here is {max}")]

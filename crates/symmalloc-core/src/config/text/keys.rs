@@ -29,6 +29,8 @@ pub(super) enum Takes {
     Word(&'static [&'static str], &'static str),
     /// Any text, which the builder checks.
     Text,
+    /// `slot:N`, or an address.
+    Base,
     /// PyTorch's `roundup_power2_divisions`.
     Divisions,
     /// Anything; it is not parsed.
@@ -80,7 +82,7 @@ macro_rules! key {
 }
 
 /// All keys, including those of PyTorch 2.14.
-static KEYS: [Key; 41] = {
+static KEYS: [Key; 42] = {
     use {Of::*, Takes::*};
     const DRIVER: Of = Nothing(IgnoredReason::NotPlacement);
     const FRACTION: Of = Nothing(IgnoredReason::DeviceFraction);
@@ -107,6 +109,7 @@ static KEYS: [Key; 41] = {
         key!("reclaim", Word(RECLAIM, "never, heap or pool"), Pool),
         key!("plan", Word(PLAN, "off or learn"), Pool),
         key!("tag", Text, Pool),
+        key!("base", Base, Pool),
         key!("backend", Word(BACKENDS, "native"), Pool),
         key!("total_limit", Bytes, Allocator),
         key!("retries_max", Count, Allocator),
@@ -142,6 +145,11 @@ fn spellings() -> impl Iterator<Item = (&'static Key, &'static str, u64)> {
 /// Returns the key with this spelling, the spelling, and its unit.
 pub(super) fn find(name: &str) -> Option<(&'static Key, &'static str, u64)> {
     spellings().find(|(_, spelling, _)| *spelling == name)
+}
+
+/// Returns `true` if the value of this key may contain a colon.
+pub(super) fn takes_colon(name: &str) -> bool {
+    find(name).is_some_and(|(key, ..)| matches!(key.takes, Takes::Base))
 }
 
 /// Returns the spelling nearest to a misspelled one.

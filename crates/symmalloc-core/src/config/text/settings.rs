@@ -3,6 +3,7 @@
 //! ```text
 //! text  = [ item { "," item } [ "," ] ]          item  = key ":" value
 //! value = word | "[" [ pair { "," pair } ] "]"   pair  = ( megabytes | ">" ) ":" divisions
+//!       | base                                 base  = "slot:" number | "0x" hexadecimal
 //! ```
 //!
 //! Blanks around words are ignored, as in PyTorch.
@@ -11,6 +12,7 @@ use super::error::ConfigTextError;
 use super::keys::{self, Key, Of, Takes};
 use super::reason::{IgnoredKey, IgnoredReason, KeyRefusal};
 use crate::config::policy::RoundupPower2Divisions;
+use crate::types::base::Base;
 
 /// The intended reader of the text, which decides how mistakes are treated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,6 +48,7 @@ enum Value<'a> {
     /// Bytes, a count, 1 for `true`, or the index of the word among those that the key accepts.
     Number(u64),
     Divisions(RoundupPower2Divisions),
+    Base(Base),
     Text(&'a str),
 }
 
@@ -137,6 +140,10 @@ impl<'a> Settings<'a> {
         self.find(name).and_then(|stated| if let Value::Text(text) = stated.value { Some(text) } else { None })
     }
 
+    pub(super) fn base(&self) -> Option<Base> {
+        self.find("base").and_then(|stated| if let Value::Base(base) = stated.value { Some(base) } else { None })
+    }
+
     pub(super) fn divisions(&self) -> Option<RoundupPower2Divisions> {
         let stated = self.find("roundup_power2_divisions")?;
         if let Value::Divisions(divisions) = stated.value { Some(divisions) } else { None }
@@ -200,7 +207,8 @@ fn split_item(rest: Word<'_>) -> Result<(Word<'_>, Word<'_>, Word<'_>), ConfigTe
     }
     let end = Word { text: "", offset: after.end() };
     let (value, after) = after.split_at_first(|c| c == ',').unwrap_or((after, end));
-    match value.text.find([':', '[', ']']) {
+    let is_unexpected = |c| matches!(c, '[' | ']') || c == ':' && !keys::takes_colon(key.text);
+    match value.text.find(is_unexpected) {
         Some(at) => Err(Word::expected(value.offset + at, "a comma")),
         None if value.text.is_empty() => Err(Word::expected(value.offset, "a value")),
         None => Ok((key, value, after)),
@@ -219,6 +227,10 @@ fn parse_value<'a>(takes: Takes, key: &'static str, unit: u64, value: Word<'a>) 
             words.iter().position(|known| *known == word).ok_or_else(|| refused(allowed))? as u64
         }
         (Takes::Text, text) => return Ok(Value::Text(text)),
+        (Takes::Base, text) => {
+            let invalid = |source| ConfigTextError::Base { offset: value.offset, source: Box::new(source) };
+            return text.parse().map(Value::Base).map_err(invalid);
+        }
         (Takes::Divisions, _) => return parse_divisions(key, value).map(Value::Divisions),
         (Takes::Anything, _) => return Err(refused("left out")),
     };

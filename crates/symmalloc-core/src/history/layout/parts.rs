@@ -38,6 +38,8 @@ pub struct SegmentLayout {
     /// The size class of the requests that it serves. Only fixed segments separate small requests; all other segments
     /// are `Large`.
     pub class: SizeClass,
+    /// Distance of its first address from the pool's base, in bytes; `None` if the pool has no base.
+    pub base_offset_bytes: Option<u64>,
     /// The parts that are backed by memory, in offset order and separated by holes. At least one.
     pub extents: Vec<Extent>,
     /// The live allocations, by offset, each within one extent.

@@ -135,11 +135,13 @@ class Allocator final : public caching::AllocatorBase {
   }
 
 #if SYMMALLOC_TORCH(2, 13)
-  // Addresses never decide placement (rule D1).
-  DataPtr allocateWithAddress(size_t, void*) override {
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        false,
-        "symmalloc does not support allocateWithAddress: it places memory by the order of allocations, never by address");
+  // Only a pool with a base has addresses that a program can know (docs/fixed-addresses.md).
+  DataPtr allocateWithAddress(size_t bytes, void* address) override {
+    DeviceIndex device = 0;
+    C10_CUDA_CHECK(c10::cuda::GetDevice(&device));
+    const auto stream = c10::cuda::getCurrentCUDAStream(device).stream();
+    void* pointer = memory_.allocate_with_address(device, bytes, address, stream);
+    return {pointer, pointer, &free_cached, Device(c10::DeviceType::CUDA, device)};
   }
 #endif
 

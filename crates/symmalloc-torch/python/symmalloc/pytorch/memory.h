@@ -89,6 +89,21 @@ class Memory {
     return pointer;
   }
 
+  // Allocates at exactly this address. Histories do not record the allocation.
+  void* allocate_with_address(DeviceIndex device, size_t bytes, const void* address, cudaStream_t stream) {
+    void* pointer = nullptr;
+    const auto status = symmalloc_torch_allocate_with_address(device, stream, bytes, address, &pointer);
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        status != SYMMALLOC_UNKNOWN_POOL, "symmalloc: allocateWithAddress: ", std::string(symmalloc_error_message()));
+    check(status);
+    last_device() = device;
+    const auto* trace = c10::impl::GPUTrace::get_trace();
+    if (C10_UNLIKELY(trace != nullptr && pointer != nullptr)) {
+      (*trace)->trace_gpu_memory_allocation(c10::kCUDA, reinterpret_cast<uintptr_t>(pointer));
+    }
+    return pointer;
+  }
+
   // Never throws, because destructors free memory. In a forked child, the library ignores the call.
   void free(void* pointer) noexcept {
     if (pointer == nullptr) {
