@@ -44,6 +44,8 @@ UNUSED = (
     "sglang/srt/rust_extensions/*.so", "sglang/kernels/jit/benchmark",
 )  # fmt: skip
 """What the jobs do not import."""
+EDITS = {"sglang/srt/layers/dual_gemm.py": ("        if not is_cuda():", "        if True:  # without nvidia-cutlass-dsl")}
+"""Lines that import what the lists of wheels leave out, and their replacements. They change kernels for all allocators alike."""
 CHECKSUM = "SHA256"
 
 # A fat binary is a container of entries. Each entry has the code of one kind for one architecture.
@@ -134,6 +136,10 @@ def unpack_wheels(wheels: list[Path], site: Path) -> None:
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(site)
+            # `extractall` ignores the modes. Triton runs programs of its wheel.
+            for entry in archive.infolist():
+                if entry.external_attr >> 16 & 0o111 and not entry.is_dir():
+                    (site / entry.filename).chmod(0o755)
     for data in list(site.glob("*.data")):
         for folder in ("purelib", "platlib"):
             if (data / folder).is_dir():
@@ -142,10 +148,17 @@ def unpack_wheels(wheels: list[Path], site: Path) -> None:
 
 
 def slim(site: Path, arch: int, kept: list[str]) -> None:
-    """Removes what the jobs do not use."""
+    """Removes what the jobs do not use. Raises `Broken`."""
     for pattern in UNUSED:
         for path in list(site.glob(pattern)):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for name, (line, replacement) in EDITS.items():
+        path = site / name
+        if path.exists():
+            text = path.read_text()
+            if text.count(line) != 1:
+                raise Broken(f"{name} has changed: adapt EDITS in bundle.py")
+            path.write_text(text.replace(line, replacement))
     libraries = [path for path in site.rglob("*.so*") if path.is_file() and path.stat().st_size >= LARGE_BYTES]
     for library in libraries:
         if any(library.match(pattern) for pattern in kept):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import shutil
 import struct
 import tempfile
@@ -98,12 +99,18 @@ class Bundles(unittest.TestCase):
             wheel.writestr("one-1.0.data/platlib/two/__init__.py", "B = 2\n")
             wheel.writestr("one-1.0.data/scripts/one", "#!python\n")
             wheel.writestr("triton/backends/amd/lib/driver.bc", "")
+            program = zipfile.ZipInfo("one/bin/program")
+            program.external_attr = 0o100755 << 16
+            wheel.writestr(program, "#!/bin/sh\n")
+            wheel.writestr("sglang/srt/layers/dual_gemm.py", "def mode():\n        if not is_cuda():\n            return None\n")
         with contextlib.redirect_stdout(io.StringIO()):
             self.job.pack(wheels, parts, 90, [])
         self.job.unpack(parts, site)
         self.assertEqual((site / "one" / "__init__.py").read_text(), "A = 1\n")
         self.assertEqual((site / "two" / "__init__.py").read_text(), "B = 2\n")
         self.assertFalse((site / "triton" / "backends" / "amd" / "lib").exists())
+        self.assertTrue(os.access(site / "one" / "bin" / "program", os.X_OK))
+        self.assertIn("if True:", (site / "sglang" / "srt" / "layers" / "dual_gemm.py").read_text())
         with self.assertRaisesRegex(self.job.Broken, "is not empty"):
             self.job.pack(wheels, parts, 90, [])
         part = parts / "site.tar.xz.000"
