@@ -5,6 +5,7 @@ mod agreement;
 mod agreement_protocol;
 mod arenas;
 mod conformance;
+mod debugging;
 mod digests;
 mod exhaustive;
 mod faults;

@@ -22,7 +22,7 @@ const ORDER: [(&str, &str); 17] = [
     (
         "symmalloc-cli",
         "verdict content quantity escape progress streams format collection beginning address_order job config_text timing args error \
-         input destination recorded output picture diff explorer planned chart plan export import manual replay simulate report run",
+         input destination recorded output picture diff explorer planned chart plan export import address manual replay simulate report run",
     ),
     ("symmalloc-conformance", ""),
     (

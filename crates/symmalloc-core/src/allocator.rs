@@ -21,6 +21,8 @@
 //! Statistics over all heaps and the recording are updated after a decision. They influence none. While a recording is
 //! active, ops pass its gate one at a time.
 
+pub(crate) mod debugger;
+mod debugging;
 mod destroyed;
 mod gate;
 mod guard;
@@ -39,7 +41,9 @@ mod restore;
 mod save;
 mod sleep;
 mod steps;
+mod watched;
 
+pub use debugging::{AddressBlock, AddressReport};
 pub use guard::AllocationGuard;
 pub use lookup::SegmentPosition;
 pub use observers::Unread;
@@ -70,6 +74,7 @@ use crate::types::groups::Groups;
 use crate::types::handle::{Allocation, Handle};
 use crate::types::ids::{HeapId, HeapNumber, PoolId, StreamGroup, StreamId};
 use crate::types::units::{SEGMENT_BYTES_MAX, UNIT_BYTES, Units, bytes, units};
+use debugger::Debugger;
 use destroyed::Destroyed;
 use gate::{Gate, Recorder, Request};
 use pool::{HeapCell, HeapGuard, PoolHeap, PoolRef, PoolSlot};
@@ -131,6 +136,8 @@ pub struct Allocator<B: Backend, L: Lock> {
     program_order: Arc<ProgramOrder>,
     /// The gate through which recorded ops pass one at a time. Taken before every other lock.
     recorder: Recorder<L>,
+    /// The blocks of pools with debugging options. Its lock is a leaf, like a heap's: only the backend is called under it.
+    debugger: L::Cell<Debugger>,
 }
 
 impl<B: Backend> Allocator<B, Exclusive> {
@@ -169,7 +176,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let number = next_number();
         let pools = Registry::new();
         pools.push(|_| PoolSlot::new(PoolId::DEFAULT, config.default_pool().clone().that_works(can_alias)));
-        Ok(Allocator {
+        let allocator = Allocator {
             context: Context {
                 backend,
                 clocks: L::Cell::new(StreamClocks::default()),
@@ -191,8 +198,14 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             failure_callback: L::Cell::new(None),
             program_order: Arc::new(ProgramOrder::new(L::IS_EXCLUSIVE)),
             recorder: Recorder::new(number),
+            debugger: L::Cell::new(Debugger::default()),
             config,
-        })
+        };
+        allocator.debug_pool(allocator.config.default_pool());
+        if allocator.context.backend.reports_blocks() {
+            allocator.recorder.begin_debugging();
+        }
+        Ok(allocator)
     }
 
     /// Returns the backend.
@@ -234,8 +247,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// See [`AllocateError`]; nothing is allocated then.
     pub fn allocate(&self, pool: PoolId, stream: StreamId, size_bytes: u64) -> Result<Allocation, AllocateError> {
-        if self.is_recording() {
-            return self.allocate_recorded(Request { pool, stream, size_bytes }, None);
+        if self.recorder.is_watched() {
+            return self.allocate_watched(Request { pool, stream, size_bytes }, None);
         }
         self.allocate_in_pool(pool, stream, size_bytes, None, None)
     }
@@ -268,8 +281,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         size_bytes: u64,
         name: &Arc<str>,
     ) -> Result<Allocation, AllocateError> {
-        if self.is_recording() {
-            return self.allocate_recorded(Request { pool, stream, size_bytes }, Some(name));
+        if self.recorder.is_watched() {
+            return self.allocate_watched(Request { pool, stream, size_bytes }, Some(name));
         }
         self.allocate_in_pool(pool, stream, size_bytes, Some(name), None)
     }
@@ -316,8 +329,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// Returns an error if the handle is not live here, or the driver cannot fence the uses; the allocation is still live then.
     pub fn free(&self, handle: Handle) -> Result<(), FreeError> {
-        if self.is_recording() {
-            return self.free_recorded(handle).map(drop);
+        if self.recorder.is_watched() {
+            return self.free_watched(handle).map(drop);
         }
         let mut heap = self.heap_of(handle)?.lock();
         let freed = heap.free(&self.context, handle)?;
@@ -331,8 +344,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// Returns an error if no live allocation starts there. See also [`free`](Self::free).
     pub fn free_at(&self, address: DeviceAddress) -> Result<u64, FreeError> {
-        if self.is_recording() {
-            return self.free_recorded(self.handle_at(address)?).map(|freed| bytes(freed.size));
+        if self.recorder.is_watched() {
+            return self.free_watched(self.handle_at(address)?);
         }
         let (heap, freed) = self.at(address, |heap| heap.free_at(&self.context, address))?;
         let freed = freed?;
@@ -361,6 +374,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn record_use(&self, handle: Handle, stream: StreamId) -> Result<(), RecordUseError> {
         self.known_stream(stream)?;
         let mut gate = self.gate();
+        self.check_quarantine(handle)?;
         let mut heap = self.heap_of(handle)?.lock();
         if is_nothing(handle) {
             heap.ledger().check_nothing(handle)?;
@@ -379,7 +393,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn record_use_at(&self, address: DeviceAddress, stream: StreamId) -> Result<(), RecordUseError> {
         let mut gate = self.gate();
         let (mut heap, handle) = self.at(address, |heap| heap.handle_at(address))?;
+        drop(heap);
         self.known_stream(stream)?;
+        self.check_quarantine(handle)?;
+        heap = self.heap_of(handle)?.lock();
         heap.record_use(handle, stream)?;
         drop(heap);
         gate.note_use(handle, stream);
@@ -428,6 +445,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// fails; every heap is consistent then and the rest can be trimmed again.
     pub fn trim_pool(&self, pool: PoolId) -> Result<u64, TrimError> {
         let mut gate = self.gate();
+        self.check_guards_of(pool);
         let released = match self.pool(pool) {
             Ok(entry) => self.release_free(entry, None),
             Err(unknown) => {
@@ -449,6 +467,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Returns an error if the driver fails; every heap is consistent then and the rest can be trimmed again.
     pub fn trim_all(&self) -> Result<u64, TrimError> {
         let mut gate = self.gate();
+        self.check_guards(None);
         let pools = self.listed_pools().filter(|entry| !entry.config().has_quota() || entry.is_destroyed());
         let trims = pools.map(|entry| match entry.is_destroyed() {
             true => self.trim_destroyed(entry),
@@ -621,6 +640,7 @@ impl<B: Backend, L: Lock> Drop for Allocator<B, L> {
     /// Ends a recording and releases all memory, including live allocations. Memory that the driver fails to release
     /// exists until its context ends.
     fn drop(&mut self) {
+        self.end_debugging();
         self.end_recording();
         self.all_heaps().for_each(|heap| heap.lock().abandon(&self.context));
         self.listed_pools().for_each(|entry| self.end_sleep(&mut entry.sleep().lock()));

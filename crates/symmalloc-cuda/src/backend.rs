@@ -5,15 +5,17 @@ use crate::device::CudaDevice;
 use crate::driver::{HANDLE_FABRIC, HANDLE_POSIX_FD};
 use crate::error::CudaError;
 use crate::memory::{
-    AllocationKind, BackendMemory, DriverAllocations, ExportedHandle, HandleKind, Images, MemorySource, Prefetching,
-    VirtualMemory, VirtualOptions,
+    AllocationKind, BackendMemory, BlockReports, DriverAllocations, ExportedHandle, HandleKind, Images, MemorySource,
+    Prefetching, VirtualMemory, VirtualOptions,
 };
-use crate::streams::BackendStreams;
+use crate::streams::{BackendStreams, Comparisons};
 use std::fmt;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
-use symmalloc_core::backend::{Backend, BackendError, Event, Image, Part, Range, RangeOffset};
+use symmalloc_core::backend::{
+    Backend, BackendError, Bytes, Compared, Comparison, DeviceAddress, Event, Image, Part, Range, RangeOffset,
+};
 use symmalloc_core::ids::{PoolId, StreamId};
 
 /// Granularity, in bytes, of memory without a granularity requirement.
@@ -23,10 +25,13 @@ const WHOLE_GRANULARITY_BYTES: u64 = 2 << 20;
 pub struct CudaBackend {
     // Dropped first: it needs the device, but not the streams.
     memory: Box<dyn BackendMemory>,
+    comparisons: Comparisons,
     streams: BackendStreams,
     traits: MemoryTraits,
     images: Images,
     listener: Option<Listener>,
+    /// Reports of blocks to compute-sanitizer, if the process runs under it.
+    reports: Option<BlockReports>,
 }
 
 /// A range of memory that a backend has mapped or is about to unmap, as passed to [`CudaBackendBuilder::listener`].
@@ -166,11 +171,13 @@ impl CudaBackendBuilder {
         let CudaBackendBuilder { device, options, plain, images_in, source, listener } = self;
         let images = Images::new(Arc::clone(&device), images_in);
         let streams = BackendStreams::new(Arc::clone(&device));
+        let comparisons = Comparisons::new(Arc::clone(&device));
+        let reports = BlockReports::of_process();
         let none = MemoryTraits { virtual_memory: false, posix_fd: false, fabric: false, gpu_direct_rdma: false };
         if let Some(source) = source {
             let kind = AllocationKind::Source(source);
             let memory = Box::new(DriverAllocations::new(device, kind, WHOLE_GRANULARITY_BYTES));
-            return Ok(CudaBackend { memory, streams, traits: none, images, listener });
+            return Ok(CudaBackend { memory, comparisons, streams, traits: none, images, listener, reports });
         }
         if plain || !device.features().virtual_memory {
             if let Some(&peer) = options.peers.first() {
@@ -183,7 +190,7 @@ impl CudaBackendBuilder {
                 "device memory comes from cuMemAlloc: expandable segments and NCCL windows are unavailable",
             );
             let memory = Box::new(DriverAllocations::new(device, AllocationKind::Device, WHOLE_GRANULARITY_BYTES));
-            return Ok(CudaBackend { memory, streams, traits: none, images, listener });
+            return Ok(CudaBackend { memory, comparisons, streams, traits: none, images, listener, reports });
         }
         let memory = VirtualMemory::new(device, &options, Arc::clone(images.fills()))?;
         let traits = MemoryTraits {
@@ -195,7 +202,7 @@ impl CudaBackendBuilder {
         tracing::debug!(name: "memory.virtual", target: "symmalloc", ?traits, chunk_bytes = options.chunk_bytes);
         let memory: Box<dyn BackendMemory> =
             if memory.is_prefetched() { Box::new(Prefetching::new(memory)) } else { Box::new(memory) };
-        Ok(CudaBackend { memory, streams, traits, images, listener })
+        Ok(CudaBackend { memory, comparisons, streams, traits, images, listener, reports })
     }
 }
 
@@ -243,6 +250,14 @@ impl CudaBackend {
         }
     }
 
+    fn note_range(&self, range: Range) {
+        self.reports.iter().for_each(|reports| reports.reserved(range));
+    }
+
+    fn forget_range(&self, range: Range) {
+        self.reports.iter().for_each(|reports| reports.released(range));
+    }
+
     /// Returns the capabilities of the memory.
     pub fn traits(&self) -> MemoryTraits {
         self.traits
@@ -270,6 +285,11 @@ impl PinnedBackend {
 }
 
 impl PinnedBackend {
+    /// Pinned memory is not reported to tools.
+    fn note_range(&self, _range: Range) {}
+
+    fn forget_range(&self, _range: Range) {}
+
     /// Pinned memory has no listener.
     fn notify(&self, _is_mapped: bool, _range: Range, _offset_bytes: u64, _size_bytes: u64) {}
 }
@@ -357,7 +377,9 @@ macro_rules! backend {
                 self.memory.granularity_bytes()
             }
             fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError> {
-                self.watch(DeviceCall::Reserve, || self.memory.reserve(size_bytes))
+                let range = self.watch(DeviceCall::Reserve, || self.memory.reserve(size_bytes))?;
+                self.note_range(range);
+                Ok(range)
             }
             fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
                 self.watch(DeviceCall::Map, || self.memory.map(range, offset_bytes, size_bytes))?;
@@ -382,7 +404,9 @@ macro_rules! backend {
                 self.watch(DeviceCall::Unmap, || self.memory.unmap(range, offset_bytes, size_bytes))
             }
             fn release(&self, range: Range) -> Result<(), BackendError> {
-                self.watch(DeviceCall::Release, || self.memory.release(range))
+                self.watch(DeviceCall::Release, || self.memory.release(range))?;
+                self.forget_range(range);
+                Ok(())
             }
             fn record(&self, stream: StreamId) -> Result<Event, BackendError> {
                 self.streams.record(stream)
@@ -436,6 +460,27 @@ backend! {
     }
     fn zero(&self, parts: &[Part]) -> Result<(), BackendError> {
         self.images.zero(parts)
+    }
+    fn reports_blocks(&self) -> bool {
+        self.reports.is_some()
+    }
+    fn block_allocated(&self, bytes: Bytes, name: Option<&str>) {
+        self.reports.iter().for_each(|reports| reports.allocated(bytes, name));
+    }
+    fn block_freed(&self, address: DeviceAddress) {
+        self.reports.iter().for_each(|reports| reports.freed(address));
+    }
+    fn is_captured(&self, stream: StreamId) -> bool {
+        self.streams.is_captured(stream)
+    }
+    fn fill(&self, stream: StreamId, bytes: Bytes, pattern: u32) -> Result<(), BackendError> {
+        self.comparisons.fill(&self.streams, stream, bytes, pattern)
+    }
+    fn compare(&self, stream: StreamId, bytes: Bytes, pattern: u32) -> Result<Option<Comparison>, BackendError> {
+        self.comparisons.compare(&self.streams, stream, bytes, pattern).map(Some)
+    }
+    fn compared(&self, comparison: Comparison) -> Result<Compared, BackendError> {
+        self.comparisons.compared(&self.streams, comparison)
     }
 }
 backend!(PinnedBackend);

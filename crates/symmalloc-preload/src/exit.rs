@@ -72,6 +72,9 @@ extern "C" fn finish() {
         let ended = std::mem::take(&mut *ENDED.lock().unwrap_or_else(PoisonError::into_inner));
         let serving = Context::all().filter(|context| !context.is_gone());
         let served = serving.map(|context| {
+            while let Err(damage) = context.allocator().core().check_memory() {
+                say(format_args!("memory was damaged: {damage}"));
+            }
             recordings::stop(context.allocator());
             of_context(context)
         });

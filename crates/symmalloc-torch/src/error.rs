@@ -6,6 +6,7 @@ use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use symmalloc_agreement::AgreementError;
 use symmalloc_core::backend::{BackendError, Reason};
+use symmalloc_core::debug::MemoryDamage;
 use symmalloc_core::errors::{AllocateError, FreeError, PoolError, RecordUseError, TrimError, UnknownError};
 use symmalloc_core::plans::{PlanError, StepError};
 use symmalloc_core::recording::{RecordingEnd, RecordingError, StartRecordingError};
@@ -124,6 +125,9 @@ pub(crate) enum Error {
     /// The allocation failed.
     #[error(transparent)]
     Allocate(#[from] AllocateError),
+    /// A check found damaged memory.
+    #[error("memory was damaged: {0}")]
+    Damaged(#[from] Box<MemoryDamage>),
     /// The free failed.
     #[error(transparent)]
     Free(#[from] FreeError),
@@ -332,7 +336,7 @@ impl Error {
             },
             Error::NotSharedMemory { .. } => SYMMALLOC_INVALID_ARGUMENT,
             Error::Sharing(_) => SYMMALLOC_IO,
-            Error::Scattered => SYMMALLOC_INVALID_STATE,
+            Error::Scattered | Error::Damaged(_) => SYMMALLOC_INVALID_STATE,
             Error::Saved(error) => of_reason(error.reason),
             Error::Internal { .. } => SYMMALLOC_INTERNAL,
         }
@@ -343,7 +347,7 @@ fn of_allocation(error: &AllocateError) -> symmalloc_status {
     match error {
         AllocateError::OutOfMemory(_) | AllocateError::TooLarge { .. } => symmalloc_status::SYMMALLOC_OUT_OF_MEMORY,
         AllocateError::Unknown(error) => of_unknown(error),
-        AllocateError::Sleeps(_) => symmalloc_status::SYMMALLOC_INVALID_STATE,
+        AllocateError::Sleeps(_) | AllocateError::Damaged(_) => symmalloc_status::SYMMALLOC_INVALID_STATE,
         _ => symmalloc_status::SYMMALLOC_CUDA,
     }
 }

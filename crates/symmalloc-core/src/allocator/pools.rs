@@ -69,6 +69,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     fn add_pool(&self, key: Option<PoolId>, config: PoolConfig) -> Result<PoolId, PoolError> {
+        self.debug_pool(&config);
         let mut gate = self.gate();
         // No heap is created while this lock is held.
         let observers = self.observers.lock();
@@ -142,6 +143,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     fn destroy_recorded(&self, pool: PoolId, gate: &mut Gate<'_, L>) -> Result<u64, PoolError> {
+        self.leave_quarantines(pool, gate);
         let observers = self.observers.lock();
         let entry = self.pool(pool)?;
         if pool == PoolId::DEFAULT {
@@ -295,6 +297,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     ) -> Result<Emptied, E> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
+        self.leave_quarantines(pool, &mut gate);
         // Locks all heaps together, so that no other thread allocates between the frees.
         let mut heaps: Vec<_> = entry.heaps().map(LockCell::lock).collect();
         let (allocations, allocated_bytes) = live_in::<L>(&heaps);
@@ -304,6 +307,11 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             let live = heap.live_handles();
             work::count(live.len());
             for handle in &live {
+                if self.context.backend.reports_blocks()
+                    && let Ok(allocation) = heap.allocation(*handle)
+                {
+                    self.context.backend.block_freed(allocation.address);
+                }
                 let Freed { size, requested_bytes } = heap.free_in_reset(&self.context, *handle);
                 if L::IS_EXCLUSIVE {
                     self.usage.lock().free(size, requested_bytes);
@@ -314,6 +322,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             freed.extend(live);
         }
         drop(heaps);
+        self.debug_reset(pool);
         freed.iter().for_each(|handle| gate.note_free(*handle));
         gate.note(Op::ResetPool { pool });
         failure.into_iter().for_each(|error| gate.end(RecordingEnd::Driver(error)));

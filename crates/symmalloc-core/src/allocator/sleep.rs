@@ -63,6 +63,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     fn try_quiesce(&self, pool: PoolId, contents: Contents) -> Result<Quiesced<'_, B, L>, SleepCause> {
         let entry = self.pool(pool)?;
+        // Damage is reported by later calls.
+        self.check_guards_of(pool);
         let step = entry.step().lock();
         if step.is_some() {
             return Err(SleepCause::StepOpen);
@@ -260,6 +262,9 @@ impl<B: Backend, L: Lock> Change<'_, B, L> {
         }
         sleep.is_changing = false;
         drop(sleep);
+        if after == Phase::Awake && asked.is_none() {
+            allocator.debug_woken(pool);
+        }
         gate.note(match (asked, is_done) {
             (Some(contents), true) => Op::Sleep { pool, contents },
             (None, true) => Op::Wake { pool },

@@ -4,6 +4,7 @@
 //! call) are returned as values of these types, and the allocator is in the same state as before the call. *Corruption*
 //! is an assertion: an allocator with inconsistent blocks must stop.
 
+use crate::config::damage::MemoryDamage;
 use crate::types::backend::{BackendError, DeviceAddress};
 use crate::types::handle::Handle;
 use crate::types::ids::{ObserverId, PoolId, StreamId};
@@ -150,6 +151,10 @@ pub enum AllocateError {
         /// The driver's error.
         error: BackendError,
     },
+    /// The program overwrote memory outside of its allocations, which a debugging option found. Nothing was requested:
+    /// the next allocation proceeds.
+    #[error("memory was damaged: {0}")]
+    Damaged(Box<MemoryDamage>),
 }
 
 /// An error returned by `reserve`. The heap's memory is unchanged.

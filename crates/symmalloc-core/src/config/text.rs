@@ -125,6 +125,7 @@ fn build_pool(settings: &mut Settings<'_>) -> Result<PoolConfig, ConfigTextError
         .segments(build_segments(settings)?)
         .stitching(build_stitching(settings))
         .tag(settings.text("tag"))
+        .debug(settings.debug().unwrap_or_default())
         .streams(settings.one_of("streams", [StreamPolicy::Separate, StreamPolicy::Grouped, StreamPolicy::Shared]))
         .symmetric(settings.one_of("symmetric", [false, true]))
         .limit_bytes(settings.number("limit"))
@@ -220,6 +221,7 @@ fn out_of_range(settings: &Settings<'_>, source: ConfigError) -> ConfigTextError
     let key = match source {
         ConfigError::NotStitched { .. } => "stitching",
         ConfigError::NotATag => "tag",
+        ConfigError::NotUnmapped | ConfigError::OutOfRange { key: "quarantine", .. } => "debug",
         ConfigError::HasQuota => "growth",
         ConfigError::OutOfRange { key, .. }
         | ConfigError::NotAMultiple { key, .. }

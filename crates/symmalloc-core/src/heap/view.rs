@@ -238,6 +238,11 @@ impl<L: Lock> Heap<L> {
         Ok(self.live(handle)?.stream)
     }
 
+    /// Returns the other streams that use a live allocation.
+    pub(crate) fn users_of<T: FromIterator<StreamId>>(&self, handle: Handle) -> Result<T, HandleError> {
+        Ok(self.arena.fences_of(self.live(handle)?.slot).iter().map(|fence| fence.stream).collect())
+    }
+
     /// Returns the slots of the live segments in sequence order.
     pub(crate) fn segments(&self) -> Vec<u32> {
         self.arena.segments_in_order()

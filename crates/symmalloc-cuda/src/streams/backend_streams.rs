@@ -208,6 +208,26 @@ impl BackendStreams {
         }
     }
 
+    /// Passes the handle of a device stream to `submit`. A lent stream is locked during the call.
+    pub(super) fn with_raw<T>(
+        &self,
+        stream: StreamId,
+        call: &'static str,
+        submit: impl FnOnce(CUstream) -> Result<T, DriverError>,
+    ) -> Result<T, DriverError> {
+        match self.get(stream, call)? {
+            RegisteredStream::Device(stream) => submit(stream.cu_stream()),
+            RegisteredStream::Lent(stream) => submit(stream.lock().unwrap_or_else(PoisonError::into_inner).raw()),
+            RegisteredStream::Host => Err(DriverError { call, code: INVALID_HANDLE }),
+        }
+    }
+
+    /// Returns `true` if a stream is part of a capture. Also if the driver cannot tell: no work must then be submitted.
+    pub(crate) fn is_captured(&self, stream: StreamId) -> bool {
+        let captured = self.with_raw(stream, "cuStreamGetCaptureInfo_v2", |raw| self.capture_of(raw));
+        self.device.is_capturing() && !matches!(captured, Ok(None))
+    }
+
     /// Makes later work on the stream wait for the event on the device.
     pub(crate) fn wait(&self, stream: StreamId, event: Event) -> Result<(), BackendError> {
         let waited = match self.get(stream, "cuStreamWaitEvent")? {

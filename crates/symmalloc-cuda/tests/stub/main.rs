@@ -6,6 +6,7 @@ mod arenas;
 mod backend;
 mod buffers;
 mod captures;
+mod debugging;
 mod dma_buf;
 mod driver_errors;
 mod drops;

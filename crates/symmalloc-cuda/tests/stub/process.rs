@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 pub(crate) use stub_process::cuda::{
-    Logged, LongWork, advance, all_calls, begin_log, calls, fail, fail_elsewhere, heal, hold, live, own_calls, take_log,
+    Logged, LongWork, advance, all_calls, begin_log, calls, fail, fail_elsewhere, heal, hold, live, own_calls,
+    reported, take_log,
 };
 pub(crate) use stub_process::{Library, descriptors, steady, stub_test};
 use symmalloc_cuda::CudaDevice;

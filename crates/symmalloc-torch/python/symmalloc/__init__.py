@@ -55,7 +55,7 @@ __all__ = [
     "InvalidState", "LibraryNotFound", "MemPool", "MemoryTable", "MisalignedError", "Mode", "NcclError", "NotInstalled",
     "OutOfMemory", "Phase", "Placement", "ProgramNotFound", "Registration", "Slept", "Step", "StepReport", "TorchError", "TransportError",
     "UnknownPointer", "UnknownPool", "Window", "Woken", "Work", "__version__", "all_to_all_single", "allocator", "announce",
-    "assert_aligned", "device_memory", "digest", "dma_buf", "dump_snapshot", "exchange_splits", "flight_record", "install", "installed",
+    "assert_aligned", "check_memory", "device_memory", "digest", "dma_buf", "dump_snapshot", "exchange_splits", "explain_address", "flight_record", "install", "installed",
     "last_step", "library_path", "named", "pause", "placement", "region", "resume", "show", "sleep", "snapshot", "start_trace",
     "stats", "step", "stop_trace", "use_mem_pool", "wake",
 ]  # fmt: skip
@@ -69,6 +69,22 @@ def __dir__() -> list[str]:
 def stats(device: Device = None) -> dict[str, Any]:
     """Returns the counters of a device's allocator, in total and per pool, under PyTorch's names. Raises `NotInstalled`."""
     return allocator(device).stats()
+
+
+def check_memory(device: Device = None) -> int:
+    """Checks the memory of one device for damage, if `debug` is configured, and returns the number of checked guards.
+
+    Raises `InvalidState` if memory was damaged; the message names the allocation. Raises `NotInstalled`.
+    """
+    return allocator(device).check_memory()
+
+
+def explain_address(address: int, device: Device = None) -> str:
+    """Returns what the allocator of a device knows about an address: its allocation, the neighbors, and freed allocations.
+
+    Raises `NotInstalled`.
+    """
+    return allocator(device).explain_address(address)
 
 
 def snapshot(device: Device = None) -> dict[str, Any]:

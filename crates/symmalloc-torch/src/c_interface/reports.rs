@@ -8,7 +8,7 @@ use crate::status::symmalloc_status;
 use crate::trace;
 use std::ffi::{c_char, c_void};
 use std::path::Path;
-use symmalloc_core::PoolId;
+use symmalloc_core::{DeviceAddress, PoolId};
 use symmalloc_import::export::export_allocator;
 
 /// The position of an allocation. Equal on all ranks that ran the same program.
@@ -129,6 +129,46 @@ pub unsafe extern "C" fn symmalloc_snapshot(
             write(bytes, "bytes", copy)?;
             write(len, "len", pickle.len())
         }
+    })
+}
+
+/// Checks the memory of pools with the debugging options `canary` and `poison`, and writes the number of checked guards. Waits for the
+/// streams of their allocations. Without these options, checks nothing. See `docs/memory-errors.md`.
+///
+/// Returns `SYMMALLOC_INVALID_STATE` if memory was damaged; the error names the allocation. Each damage is returned once.
+///
+/// # Safety
+/// `allocator` is live; `checked` is valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_check_memory(
+    allocator: *mut DeviceAllocator,
+    checked: *mut u64,
+) -> symmalloc_status {
+    report(|| {
+        not_null(checked, "checked")?;
+        // SAFETY: the caller's contract.
+        let guards = unsafe { living(allocator) }?.core().check_memory()?;
+        // SAFETY: the caller's contract.
+        unsafe { write(checked, "checked", guards) }
+    })
+}
+
+/// Writes what the allocator knows about a device address: the allocation that contains it, its neighbors, and, in pools with debugging
+/// options, freed allocations that contained it. The address need not be valid. Free the text with `symmalloc_release_bytes`.
+///
+/// # Safety
+/// `allocator` is live; `text` is valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_explain_address(
+    allocator: *mut DeviceAllocator,
+    address: u64,
+    text: *mut *mut c_char,
+) -> symmalloc_status {
+    report(|| {
+        // SAFETY: the caller's contract.
+        let explained = unsafe { living(allocator) }?.core().explain_address(DeviceAddress(address));
+        // SAFETY: the caller's contract.
+        unsafe { hand_out_text(text, "text", &explained.to_string()) }
     })
 }
 

@@ -146,6 +146,8 @@ fn address(name: &str) -> Option<usize> {
         symmalloc_reset_peaks,
         symmalloc_digest,
         symmalloc_snapshot,
+        symmalloc_check_memory,
+        symmalloc_explain_address,
         symmalloc_leak_report,
         symmalloc_config,
         symmalloc_release_bytes,

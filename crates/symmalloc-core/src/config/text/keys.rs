@@ -31,6 +31,8 @@ pub(super) enum Takes {
     Text,
     /// PyTorch's `roundup_power2_divisions`.
     Divisions,
+    /// A list of debugging options.
+    Debug,
     /// Anything; it is not parsed.
     Anything,
 }
@@ -80,7 +82,7 @@ macro_rules! key {
 }
 
 /// All keys, including those of PyTorch 2.14.
-static KEYS: [Key; 41] = {
+static KEYS: [Key; 42] = {
     use {Of::*, Takes::*};
     const DRIVER: Of = Nothing(IgnoredReason::NotPlacement);
     const FRACTION: Of = Nothing(IgnoredReason::DeviceFraction);
@@ -107,6 +109,7 @@ static KEYS: [Key; 41] = {
         key!("reclaim", Word(RECLAIM, "never, heap or pool"), Pool),
         key!("plan", Word(PLAN, "off or learn"), Pool),
         key!("tag", Text, Pool),
+        key!("debug", Debug, Pool),
         key!("backend", Word(BACKENDS, "native"), Pool),
         key!("total_limit", Bytes, Allocator),
         key!("retries_max", Count, Allocator),
