@@ -89,8 +89,8 @@ impl<B: Backend, F: Fn(DeviceCall)> Backend for Hooked<B, F> {
     fn reports_blocks(&self) -> bool {
         self.inner.reports_blocks()
     }
-    fn block_allocated(&self, bytes: Bytes, name: Option<&str>) {
-        self.inner.block_allocated(bytes, name);
+    fn block_allocated(&self, stream: StreamId, bytes: Bytes, name: Option<&str>) {
+        self.inner.block_allocated(stream, bytes, name);
     }
     fn block_freed(&self, address: DeviceAddress) {
         self.inner.block_freed(address);

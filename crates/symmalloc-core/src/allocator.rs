@@ -21,7 +21,8 @@
 //! Statistics over all heaps and the recording are updated after a decision. They influence none. While a recording is
 //! active, ops pass its gate one at a time.
 
-pub(crate) mod debugger;
+mod address;
+mod debug_state;
 mod debugging;
 mod destroyed;
 mod gate;
@@ -43,7 +44,7 @@ mod sleep;
 mod steps;
 mod watched;
 
-pub use debugging::{AddressBlock, AddressReport};
+pub use address::{AddressBlock, AddressReport};
 pub use guard::AllocationGuard;
 pub use lookup::SegmentPosition;
 pub use observers::Unread;
@@ -74,7 +75,7 @@ use crate::types::groups::Groups;
 use crate::types::handle::{Allocation, Handle};
 use crate::types::ids::{HeapId, HeapNumber, PoolId, StreamGroup, StreamId};
 use crate::types::units::{SEGMENT_BYTES_MAX, UNIT_BYTES, Units, bytes, units};
-use debugger::Debugger;
+use debug_state::DebugState;
 use destroyed::Destroyed;
 use gate::{Gate, Recorder, Request};
 use pool::{HeapCell, HeapGuard, PoolHeap, PoolRef, PoolSlot};
@@ -136,8 +137,8 @@ pub struct Allocator<B: Backend, L: Lock> {
     program_order: Arc<ProgramOrder>,
     /// The gate through which recorded ops pass one at a time. Taken before every other lock.
     recorder: Recorder<L>,
-    /// The blocks of pools with debugging options. Its lock is a leaf, like a heap's: only the backend is called under it.
-    debugger: L::Cell<Debugger>,
+    /// What the debugging options of all heaps have in common.
+    debug: DebugState<L>,
 }
 
 impl<B: Backend> Allocator<B, Exclusive> {
@@ -198,11 +199,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             failure_callback: L::Cell::new(None),
             program_order: Arc::new(ProgramOrder::new(L::IS_EXCLUSIVE)),
             recorder: Recorder::new(number),
-            debugger: L::Cell::new(Debugger::default()),
+            debug: DebugState::new(),
             config,
         };
-        allocator.debug_pool(allocator.config.default_pool());
-        if allocator.context.backend.reports_blocks() {
+        if allocator.context.backend.reports_blocks() || !allocator.config.default_pool().debug().is_off() {
             allocator.recorder.begin_debugging();
         }
         Ok(allocator)
@@ -250,7 +250,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if self.recorder.is_watched() {
             return self.allocate_watched(Request { pool, stream, size_bytes }, None);
         }
-        self.allocate_in_pool(pool, stream, size_bytes, None, None)
+        self.allocate_in_pool(Request { pool, stream, size_bytes }, None)
     }
 
     /// Allocates like [`allocate`](Self::allocate), and names the allocation for snapshots and reports.
@@ -284,19 +284,32 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if self.recorder.is_watched() {
             return self.allocate_watched(Request { pool, stream, size_bytes }, Some(name));
         }
-        self.allocate_in_pool(pool, stream, size_bytes, Some(name), None)
+        self.allocate_in_pool(Request { pool, stream, size_bytes }, Some(name))
     }
 
-    /// Performs all steps of an allocation. The gate is held while a recording is active.
+    /// Performs all steps of an allocation that is neither recorded nor debugged.
     #[inline(always)]
-    fn allocate_in_pool<'a>(
-        &'a self,
-        pool: PoolId,
-        stream: StreamId,
-        size_bytes: u64,
-        name: Option<&Arc<str>>,
-        gate: Option<&mut Gate<'a, L>>,
-    ) -> Result<Allocation, AllocateError> {
+    fn allocate_in_pool(&self, request: Request, name: Option<&Arc<str>>) -> Result<Allocation, AllocateError> {
+        let Request { stream, size_bytes, .. } = request;
+        let (heap, mut locked) = self.lock_heap(request)?;
+        let placed = locked.allocate(&self.context, stream, size_bytes, name);
+        drop(locked);
+        let allocation = match placed {
+            Ok(allocation) => allocation,
+            Err(shortage) => self.retry(request, heap, shortage, None, move |heap| {
+                heap.allocate(&self.context, stream, size_bytes, name)
+            })?,
+        };
+        if allocation.size_bytes > 0 {
+            self.count_allocation(units(allocation.size_bytes), size_bytes);
+        }
+        Ok(allocation)
+    }
+
+    /// Returns the heap of a request, and locks it. Creates it at the first request.
+    #[inline(always)]
+    fn lock_heap(&self, request: Request) -> Result<(&HeapCell<L>, HeapGuard<'_, L>), AllocateError> {
+        let Request { pool, stream, size_bytes } = request;
         if size_bytes > SEGMENT_BYTES_MAX {
             return Err(AllocateError::TooLarge { requested_bytes: size_bytes });
         }
@@ -309,18 +322,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             drop(locked);
             locked = self.remake_heap(pool, stream, heap)?;
         }
-        let placed = locked.allocate(&self.context, stream, size_bytes, name);
-        drop(locked);
-        let allocation = match placed {
-            Ok(allocation) => allocation,
-            Err(shortage) => self.retry(Request { pool, stream, size_bytes }, heap, shortage, gate, move |heap| {
-                heap.allocate(&self.context, stream, size_bytes, name)
-            })?,
-        };
-        if allocation.size_bytes > 0 {
-            self.count_allocation(units(allocation.size_bytes), size_bytes);
-        }
-        Ok(allocation)
+        Ok((heap, locked))
     }
 
     /// Frees an allocation. The memory can be reused at once: on the device, its next user waits for the uses so far.
@@ -345,7 +347,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Returns an error if no live allocation starts there. See also [`free`](Self::free).
     pub fn free_at(&self, address: DeviceAddress) -> Result<u64, FreeError> {
         if self.recorder.is_watched() {
-            return self.free_watched(self.handle_at(address)?);
+            return self.free_at_watched(address);
         }
         let (heap, freed) = self.at(address, |heap| heap.free_at(&self.context, address))?;
         let freed = freed?;
@@ -374,7 +376,6 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn record_use(&self, handle: Handle, stream: StreamId) -> Result<(), RecordUseError> {
         self.known_stream(stream)?;
         let mut gate = self.gate();
-        self.check_quarantine(handle)?;
         let mut heap = self.heap_of(handle)?.lock();
         if is_nothing(handle) {
             heap.ledger().check_nothing(handle)?;
@@ -393,10 +394,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn record_use_at(&self, address: DeviceAddress, stream: StreamId) -> Result<(), RecordUseError> {
         let mut gate = self.gate();
         let (mut heap, handle) = self.at(address, |heap| heap.handle_at(address))?;
-        drop(heap);
         self.known_stream(stream)?;
-        self.check_quarantine(handle)?;
-        heap = self.heap_of(handle)?.lock();
         heap.record_use(handle, stream)?;
         drop(heap);
         gate.note_use(handle, stream);
@@ -583,6 +581,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let group = self.heap_group(entry, stream);
         let make = |number| {
             let mut heap = self.empty_heap(entry, HeapId { pool, group }, number);
+            heap.enable_debugging(self.debug.totals());
             observers.of_pool(pool).for_each(|observer| heap.observe(observer));
             if entry.config().symmetric() && self.config.history_ops() > 0 {
                 heap.enable_journal(self.config.history_ops(), Arc::clone(&self.program_order));

@@ -197,7 +197,7 @@ pub use types::{backend, groups, ids, units};
 pub mod debug {
     pub use crate::allocator::{AddressBlock, AddressReport};
     pub use crate::config::DebugOptions;
-    pub use crate::config::damage::{DebugRecord, MemoryDamage};
+    pub use crate::config::damage::{DebugRecord, MemoryDamage, MemoryFault};
 }
 
 /// Results and errors of restoring and reviving a [`Layout`].

@@ -184,7 +184,7 @@ impl Job {
                 stream.synchronize().map_err(|error| self.explained(&error, block.address))?;
                 Ok("silent".to_owned())
             }
-            "different_stream" => {
+            "other_stream" => {
                 let other = self.device.context().new_stream()?;
                 let block = self.block(BYTES, "block")?;
                 stream.synchronize()?;

@@ -172,7 +172,7 @@ impl CudaBackendBuilder {
         let images = Images::new(Arc::clone(&device), images_in);
         let streams = BackendStreams::new(Arc::clone(&device));
         let comparisons = Comparisons::new(Arc::clone(&device));
-        let reports = BlockReports::of_process();
+        let reports = BlockReports::of_process(&device);
         let none = MemoryTraits { virtual_memory: false, posix_fd: false, fabric: false, gpu_direct_rdma: false };
         if let Some(source) = source {
             let kind = AllocationKind::Source(source);
@@ -250,8 +250,8 @@ impl CudaBackend {
         }
     }
 
-    fn note_range(&self, range: Range) {
-        self.reports.iter().for_each(|reports| reports.reserved(range));
+    fn note_mapped(&self, range: Range) {
+        self.reports.iter().for_each(|reports| reports.mapped(range));
     }
 
     fn forget_range(&self, range: Range) {
@@ -286,7 +286,7 @@ impl PinnedBackend {
 
 impl PinnedBackend {
     /// Pinned memory is not reported to tools.
-    fn note_range(&self, _range: Range) {}
+    fn note_mapped(&self, _range: Range) {}
 
     fn forget_range(&self, _range: Range) {}
 
@@ -377,18 +377,18 @@ macro_rules! backend {
                 self.memory.granularity_bytes()
             }
             fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError> {
-                let range = self.watch(DeviceCall::Reserve, || self.memory.reserve(size_bytes))?;
-                self.note_range(range);
-                Ok(range)
+                self.watch(DeviceCall::Reserve, || self.memory.reserve(size_bytes))
             }
             fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
                 self.watch(DeviceCall::Map, || self.memory.map(range, offset_bytes, size_bytes))?;
+                self.note_mapped(range);
                 self.notify(true, range, offset_bytes, size_bytes);
                 Ok(())
             }
             fn map_pieces(&self, at: RangeOffset, size_bytes: u64, piece_bytes: u64) -> Result<(), BackendError> {
                 let map = || self.memory.map_pieces(at, size_bytes, piece_bytes);
                 self.watch(DeviceCall::Map, map)?;
+                self.note_mapped(at.0);
                 self.notify(true, at.0, at.1, size_bytes);
                 Ok(())
             }
@@ -397,16 +397,17 @@ macro_rules! backend {
             }
             fn alias(&self, at: RangeOffset, source: RangeOffset, piece_bytes: u64) -> Result<(), BackendError> {
                 let alias = || self.memory.alias(at, source, piece_bytes);
-                self.watch(DeviceCall::Map, alias)
+                self.watch(DeviceCall::Map, alias)?;
+                self.note_mapped(at.0);
+                Ok(())
             }
             fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
                 self.notify(false, range, offset_bytes, size_bytes);
                 self.watch(DeviceCall::Unmap, || self.memory.unmap(range, offset_bytes, size_bytes))
             }
             fn release(&self, range: Range) -> Result<(), BackendError> {
-                self.watch(DeviceCall::Release, || self.memory.release(range))?;
                 self.forget_range(range);
-                Ok(())
+                self.watch(DeviceCall::Release, || self.memory.release(range))
             }
             fn record(&self, stream: StreamId) -> Result<Event, BackendError> {
                 self.streams.record(stream)
@@ -464,8 +465,8 @@ backend! {
     fn reports_blocks(&self) -> bool {
         self.reports.is_some()
     }
-    fn block_allocated(&self, bytes: Bytes, name: Option<&str>) {
-        self.reports.iter().for_each(|reports| reports.allocated(bytes, name));
+    fn block_allocated(&self, stream: StreamId, bytes: Bytes, name: Option<&str>) {
+        self.reports.iter().for_each(|reports| reports.allocated(bytes, name, self.streams.is_captured(stream)));
     }
     fn block_freed(&self, address: DeviceAddress) {
         self.reports.iter().for_each(|reports| reports.freed(address));
@@ -477,7 +478,7 @@ backend! {
         self.comparisons.fill(&self.streams, stream, bytes, pattern)
     }
     fn compare(&self, stream: StreamId, bytes: Bytes, pattern: u32) -> Result<Option<Comparison>, BackendError> {
-        self.comparisons.compare(&self.streams, stream, bytes, pattern).map(Some)
+        self.comparisons.compare(&self.streams, stream, bytes, pattern)
     }
     fn compared(&self, comparison: Comparison) -> Result<Compared, BackendError> {
         self.comparisons.compared(&self.streams, comparison)

@@ -23,7 +23,6 @@ use crate::tally;
 use std::ffi::c_int;
 use symmalloc_core::errors::{AllocateError, RecordUseError, UnknownError};
 use symmalloc_core::{Allocation, PoolId, StreamId};
-use symmalloc_files::say;
 use symmalloc_import::OnOutOfMemory;
 
 /// The outcome of a call.
@@ -101,12 +100,7 @@ fn take(
     size_bytes: u64,
 ) -> Result<u64, AllocateError> {
     let core = context.allocator().core();
-    let mut allocated = core.allocate(pool, stream, size_bytes);
-    while let Err(AllocateError::Damaged(damage)) = &allocated {
-        // The program's request is not the cause, and the driver has no code for it.
-        say(format_args!("memory was damaged: {damage}"));
-        allocated = core.allocate(pool, stream, size_bytes);
-    }
+    let allocated = core.allocate(pool, stream, size_bytes);
     if let Err(AllocateError::OutOfMemory(error)) = &allocated
         && let Some(action) = OnOutOfMemory::of_process()
     {

@@ -347,7 +347,7 @@ fn of_allocation(error: &AllocateError) -> symmalloc_status {
     match error {
         AllocateError::OutOfMemory(_) | AllocateError::TooLarge { .. } => symmalloc_status::SYMMALLOC_OUT_OF_MEMORY,
         AllocateError::Unknown(error) => of_unknown(error),
-        AllocateError::Sleeps(_) | AllocateError::Damaged(_) => symmalloc_status::SYMMALLOC_INVALID_STATE,
+        AllocateError::Sleeps(_) => symmalloc_status::SYMMALLOC_INVALID_STATE,
         _ => symmalloc_status::SYMMALLOC_CUDA,
     }
 }

@@ -54,7 +54,10 @@ pub unsafe extern "C" fn InitializeInjectionNvtxExtension(module: *mut Module) -
     }
     // SAFETY: as above.
     let segment = unsafe { &mut *module.segments };
-    assert!(segment.id == 1 && segment.slot_count >= 7, "the extension's segment");
+    assert!(segment.id == 1 && segment.slot_count == 63, "the extension's segment");
+    if std::env::var_os("STUB_NVTX_EMPTY").is_some() {
+        return 1;
+    }
     let functions = [
         (0, heap_register as *const () as usize),
         (1, heap_unregister as *const () as usize),
@@ -84,12 +87,20 @@ unsafe extern "C" fn heap_register(_domain: *const c_void, description: *const c
         (field::<u32>(description, 8), field::<u32>(description, 12), &*field::<*const VirtualRange>(description, 24))
     };
     assert_eq!((usage, kind), (1, 1), "a suballocator of virtual memory");
+    if std::env::var_os("STUB_NVTX_REJECT").is_some() {
+        return 0;
+    }
+    // SAFETY: compute-sanitizer rejects memory that is not mapped. Here, the process ends.
+    let _byte = unsafe { (range.pointer as *const u8).read_volatile() };
     with(|reported| reported.heaps.insert(range.pointer + 1, range.size));
     range.pointer + 1
 }
 
 unsafe extern "C" fn heap_unregister(_domain: *const c_void, heap: usize) {
-    with(|reported| reported.heaps.remove(&heap)).expect("a registered heap");
+    with(|reported| {
+        let size = reported.heaps.remove(&heap).expect("a registered heap");
+        reported.blocks.retain(|block, _| !(heap - 1..heap - 1 + size).contains(block));
+    });
 }
 
 unsafe extern "C" fn register(_domain: *const c_void, batch: *const c_void) {
@@ -128,13 +139,19 @@ unsafe extern "C" fn name(_domain: *const c_void, batch: *const c_void) {
     with(|reported| reported.blocks.get_mut(&pointer).expect("a registered block").1 = Some(text));
 }
 
-/// Returns the number of ranges (0) or blocks (1), the size of the block at an address (2), or 1 if it has a name (3).
+/// Returns the number of ranges (0) or blocks (1), the size of the block at an address (2), or 1 if it has a name (3), or a
+/// printable one (4).
 #[unsafe(no_mangle)]
 pub extern "C" fn stub_nvtx(what: c_int, address: usize) -> u64 {
     with(|reported| match what {
         0 => reported.heaps.len() as u64,
         1 => reported.blocks.len() as u64,
         2 => reported.blocks.get(&address).map_or(0, |(size, _)| *size as u64),
+        4 => {
+            let is_printable = |name: &str| name.bytes().all(|byte| (b' '..=b'~').contains(&byte));
+            let name = reported.blocks.get(&address).and_then(|(_, name)| name.as_deref());
+            u64::from(name.is_some_and(is_printable))
+        }
         _ => u64::from(reported.blocks.get(&address).is_some_and(|(_, name)| name.is_some())),
     })
 }

@@ -105,6 +105,7 @@ impl<L: Lock> Recorder<L> {
         self.was_reentered.swap(false, Ordering::Relaxed)
     }
 
+    #[inline(always)]
     pub(super) fn is_on(&self) -> bool {
         self.watchers.load(Ordering::Acquire) & RECORDING != 0
     }

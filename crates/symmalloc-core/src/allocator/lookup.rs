@@ -33,18 +33,14 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// Returns an error if the handle is not live here, or belongs to an allocation of zero bytes.
     pub fn allocation(&self, handle: Handle) -> Result<Allocation, HandleError> {
-        self.check_quarantine(handle)?;
-        let allocation = self.heap_of(handle)?.lock().allocation(handle)?;
-        Ok(self.without_guard(allocation))
+        self.heap_of(handle)?.lock().allocation(handle)
     }
 
     /// Returns `true` if a handle is that of a live allocation, which may have zero bytes.
     pub fn is_live(&self, handle: Handle) -> bool {
-        let is_quarantined = self.check_quarantine(handle).is_err();
         self.heap_of(handle).is_ok_and(|heap| {
             let heap = heap.lock();
-            heap.allocation(handle).is_ok() && !is_quarantined
-                || is_nothing(handle) && heap.ledger().check_nothing(handle).is_ok()
+            heap.allocation(handle).is_ok() || is_nothing(handle) && heap.ledger().check_nothing(handle).is_ok()
         })
     }
 
@@ -53,10 +49,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// Returns an error if the handle is not live here, or belongs to an allocation of zero bytes.
     pub fn requested_bytes(&self, handle: Handle) -> Result<u64, HandleError> {
-        let heap = self.heap_of(handle)?.lock();
-        let (pool, requested_bytes) = (heap.id().pool, heap.requested_bytes(handle)?);
-        drop(heap);
-        Ok(self.debug_options(pool).map_or(requested_bytes, |options| options.program_bytes(requested_bytes)))
+        self.heap_of(handle)?.lock().requested_bytes(handle)
     }
 
     /// Returns the stream for which a live allocation was allocated.
@@ -72,9 +65,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// Returns an error if there is no such allocation, or look-up by pointer is not configured.
     pub fn handle_at(&self, address: DeviceAddress) -> Result<Handle, HandleError> {
-        let handle = self.at(address, |heap| heap.handle_at(address)).map(|(_, handle)| handle)?;
-        self.check_quarantine(handle)?;
-        Ok(handle)
+        self.at(address, |heap| heap.handle_at(address)).map(|(_, handle)| handle)
     }
 
     /// Passes the heap that contains an address to `ask`. Returns the locked heap and the result.

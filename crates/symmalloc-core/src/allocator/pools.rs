@@ -69,7 +69,6 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     fn add_pool(&self, key: Option<PoolId>, config: PoolConfig) -> Result<PoolId, PoolError> {
-        self.debug_pool(&config);
         let mut gate = self.gate();
         // No heap is created while this lock is held.
         let observers = self.observers.lock();
@@ -82,6 +81,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             }
         }
         let (symmetric, limit_bytes) = (config.symmetric(), config.limit_bytes());
+        // Before the pool can be used. It has no id yet that a thread knows.
+        if !config.debug().is_off() {
+            self.recorder.begin_debugging();
+        }
         let config = config.that_works(self.context.backend.can_alias());
         let recorded = gate.is_recording().then(|| Box::new(config.clone()));
         let spare = self.destroyed.lock().take_spare(&config);
@@ -143,7 +146,6 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     fn destroy_recorded(&self, pool: PoolId, gate: &mut Gate<'_, L>) -> Result<u64, PoolError> {
-        self.leave_quarantines(pool, gate);
         let observers = self.observers.lock();
         let entry = self.pool(pool)?;
         if pool == PoolId::DEFAULT {
@@ -163,9 +165,13 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             return Err(PoolError::InUse { pool, allocations, allocated_bytes });
         }
         entry.set_destroyed();
+        for heap in &mut heaps {
+            heap.release_quarantine(&self.context, 0);
+        }
         let mut released = Released::default();
         for heap in &mut heaps {
             released = released.plus(heap.destroy(&self.context));
+            self.debug.keep(&mut *heap, &self.context);
         }
         self.end_sleep(&mut sleep);
         self.remove_released(entry, &mut heaps);
@@ -297,22 +303,19 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     ) -> Result<Emptied, E> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
-        self.leave_quarantines(pool, &mut gate);
         // Locks all heaps together, so that no other thread allocates between the frees.
         let mut heaps: Vec<_> = entry.heaps().map(LockCell::lock).collect();
         let (allocations, allocated_bytes) = live_in::<L>(&heaps);
         check(allocations, allocated_bytes)?;
         let (mut freed, mut failure) = (Vec::new(), None);
         for heap in &mut heaps {
+            if heap.release_quarantine(&self.context, 0) {
+                failure = failure.or(heap.release_above_threshold(&self.context));
+            }
             let live = heap.live_handles();
             work::count(live.len());
             for handle in &live {
-                if self.context.backend.reports_blocks()
-                    && let Ok(allocation) = heap.allocation(*handle)
-                {
-                    self.context.backend.block_freed(allocation.address);
-                }
-                let Freed { size, requested_bytes } = heap.free_in_reset(&self.context, *handle);
+                let Freed { size, requested_bytes } = heap.free_debugged_in_reset(&self.context, *handle);
                 if L::IS_EXCLUSIVE {
                     self.usage.lock().free(size, requested_bytes);
                 }
@@ -322,7 +325,6 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             freed.extend(live);
         }
         drop(heaps);
-        self.debug_reset(pool);
         freed.iter().for_each(|handle| gate.note_free(*handle));
         gate.note(Op::ResetPool { pool });
         failure.into_iter().for_each(|error| gate.end(RecordingEnd::Driver(error)));

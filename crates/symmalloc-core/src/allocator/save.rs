@@ -1,6 +1,7 @@
 //! Saves a [`Layout`]: all state on which a pool's later decisions depend.
 
 use super::Allocator;
+use crate::config::DebugOptions;
 use crate::config::op::NAME_BYTES_MAX;
 use crate::config::restore_error::LayoutError;
 use crate::heap::Heap;
@@ -43,11 +44,11 @@ fn heap_layout<L: Lock>(heap: &Heap<L>) -> HeapLayout {
         group: heap.id().group,
         digest: heap.ledger().digest(),
         next_segment: heap.next_segment(),
-        segments: heap.snapshot().into_iter().map(segment_layout).collect(),
+        segments: heap.snapshot().into_iter().map(|segment| segment_layout(segment, heap.debug_options())).collect(),
     }
 }
 
-fn segment_layout(segment: SegmentSnapshot) -> SegmentLayout {
+fn segment_layout(segment: SegmentSnapshot, debug: DebugOptions) -> SegmentLayout {
     let mut layout =
         SegmentLayout { id: segment.segment, class: segment.class, extents: Vec::new(), allocations: Vec::new() };
     for BlockSnapshot { offset_bytes, size_bytes, state } in segment.blocks {
@@ -64,7 +65,8 @@ fn segment_layout(segment: SegmentSnapshot) -> SegmentLayout {
             layout.allocations.push(AllocationLayout {
                 offset_bytes,
                 size_bytes,
-                requested_bytes,
+                // The heap's requests contain the guards.
+                requested_bytes: debug.grown_bytes(requested_bytes),
                 stream,
                 used_by,
                 name,

@@ -63,7 +63,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     fn try_quiesce(&self, pool: PoolId, contents: Contents) -> Result<Quiesced<'_, B, L>, SleepCause> {
         let entry = self.pool(pool)?;
-        // Damage is reported by later calls.
+        // The damage that this finds is reported by `check_memory`.
         self.check_guards_of(pool);
         let step = entry.step().lock();
         if step.is_some() {
@@ -253,6 +253,9 @@ impl<B: Backend, L: Lock> Change<'_, B, L> {
             let mut heap = heap.lock();
             if after == Phase::Awake {
                 heap.wake_up();
+                if asked.is_none() {
+                    heap.rewrite_guards(&allocator.context);
+                }
             }
             heap.note_asked(asked);
         }
@@ -262,9 +265,6 @@ impl<B: Backend, L: Lock> Change<'_, B, L> {
         }
         sleep.is_changing = false;
         drop(sleep);
-        if after == Phase::Awake && asked.is_none() {
-            allocator.debug_woken(pool);
-        }
         gate.note(match (asked, is_done) {
             (Some(contents), true) => Op::Sleep { pool, contents },
             (None, true) => Op::Wake { pool },

@@ -1,7 +1,7 @@
 //! Damage: bytes that the program overwrote outside of its live allocations.
 
 use crate::config::debug::GUARD_BYTES;
-use crate::types::backend::DeviceAddress;
+use crate::types::backend::{BackendError, DeviceAddress};
 use crate::types::ids::{PoolId, StreamId};
 use crate::types::units::Amount;
 use std::fmt;
@@ -97,5 +97,44 @@ impl fmt::Display for Before<'_> {
             }
             None => Ok(()),
         }
+    }
+}
+
+/// A lost device, with what its last work may have used by mistake.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error("{error}{}", Suspects { freed, asleep })]
+#[non_exhaustive]
+pub struct MemoryFault {
+    /// The driver's error.
+    #[source]
+    pub error: BackendError,
+    /// The allocations that were freed last in pools with debugging options, newest first.
+    pub freed: Vec<Arc<DebugRecord>>,
+    /// The pools that sleep, whose memory is unmapped.
+    pub asleep: Vec<PoolId>,
+}
+
+impl MemoryFault {
+    pub(crate) fn new(error: BackendError, freed: Vec<Arc<DebugRecord>>, asleep: Vec<PoolId>) -> Self {
+        MemoryFault { error, freed, asleep }
+    }
+}
+
+struct Suspects<'a> {
+    freed: &'a [Arc<DebugRecord>],
+    asleep: &'a [PoolId],
+}
+
+impl fmt::Display for Suspects<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if !self.freed.is_empty() {
+            let freed: Vec<_> = self.freed.iter().map(|record| record.to_string()).collect();
+            write!(f, "; freed last, newest first: {}", freed.join(", "))?;
+        }
+        if !self.asleep.is_empty() {
+            let asleep: Vec<_> = self.asleep.iter().map(PoolId::to_string).collect();
+            write!(f, "; asleep, without memory: {}", asleep.join(", "))?;
+        }
+        f.write_str("; check the work on the device that may still use them")
     }
 }

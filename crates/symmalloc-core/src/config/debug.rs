@@ -33,8 +33,8 @@ impl DebugOptions {
         *self == DebugOptions::default()
     }
 
-    /// Returns the bytes that a request of `size_bytes` takes from its heap. A request of zero bytes has no memory.
-    pub(crate) fn grown_bytes(&self, size_bytes: u64) -> u64 {
+    /// Returns the bytes that a request of `size_bytes` takes from its heap, and that a [`Layout`](crate::Layout) contains. A request of zero bytes has no memory.
+    pub fn grown_bytes(&self, size_bytes: u64) -> u64 {
         if self.canary && size_bytes > 0 { size_bytes.saturating_add(GUARD_BYTES) } else { size_bytes }
     }
 

@@ -4,7 +4,7 @@
 //! call) are returned as values of these types, and the allocator is in the same state as before the call. *Corruption*
 //! is an assertion: an allocator with inconsistent blocks must stop.
 
-use crate::config::damage::MemoryDamage;
+use crate::config::damage::MemoryFault;
 use crate::types::backend::{BackendError, DeviceAddress};
 use crate::types::handle::Handle;
 use crate::types::ids::{ObserverId, PoolId, StreamId};
@@ -151,10 +151,9 @@ pub enum AllocateError {
         /// The driver's error.
         error: BackendError,
     },
-    /// The program overwrote memory outside of its allocations, which a debugging option found. Nothing was requested:
-    /// the next allocation proceeds.
-    #[error("memory was damaged: {0}")]
-    Damaged(Box<MemoryDamage>),
+    /// The device is lost, and the pool has debugging options, which know what was freed before.
+    #[error(transparent)]
+    Fault(Box<MemoryFault>),
 }
 
 /// An error returned by `reserve`. The heap's memory is unchanged.
@@ -303,6 +302,10 @@ pub enum FreeError {
     /// The uses on other streams could not be fenced. The allocation is still live: free it again later.
     #[error("cannot fence the uses on other streams, the allocation is still live: {0}")]
     Fence(#[from] BackendError),
+    /// The device is lost, and the pool has debugging options, which know what was freed before. The allocation is still
+    /// live.
+    #[error(transparent)]
+    Fault(Box<MemoryFault>),
 }
 
 /// An error returned by `record_use`.

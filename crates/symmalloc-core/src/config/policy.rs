@@ -413,6 +413,9 @@ impl PoolConfigBuilder {
             if debug.unmap && keeps {
                 return Err(ConfigError::NotUnmapped);
             }
+            if debug.unmap {
+                self.config.release_threshold_bytes = Some(0);
+            }
         }
         let is_in_tags = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || matches!(byte, b'_' | b'-');
         let is_tag = |tag: &str| (1..=24).contains(&tag.len()) && tag.bytes().all(is_in_tags);

@@ -271,11 +271,11 @@ pub trait Backend {
         false
     }
 
-    /// Notifies the backend that the program may use these bytes, with the program's name for them.
-    fn block_allocated(&self, _bytes: Bytes, _name: Option<&str>) {}
+    /// Notifies the backend that the program may use these bytes, which it allocated for `stream`, with its name for them.
+    fn block_allocated(&self, _stream: StreamId, _bytes: Bytes, _name: Option<&str>) {}
 
     /// Notifies the backend that the program no longer uses the block that starts at an address. Called before the memory
-    /// can be reused. If the free then fails, the block is allocated again.
+    /// can be reused, when the free can no longer fail.
     fn block_freed(&self, _address: DeviceAddress) {}
 
     /// Returns `true` if work that is submitted to `stream` now becomes part of a graph instead of being executed. The

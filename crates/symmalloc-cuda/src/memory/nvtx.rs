@@ -4,16 +4,21 @@
 //!  tool ── NVTX_INJECTION64_PATH ──► this file loads the library, once
 //!       ◄── InitializeInjectionNvtxExtension(module of the memory extension, empty slots)
 //!       ──► slots with the tool's functions
-//!  reserve ─► HeapRegister    allocate ─► RegionsRegister    free ─► RegionsUnregister    release ─► HeapUnregister
+//!  first map ─► HeapRegister    allocate ─► RegionsRegister    free ─► RegionsUnregister    release ─► HeapUnregister
 //! ```
+//! compute-sanitizer rejects a heap whose memory is not mapped yet, so a range is registered after its first mapping. The tool looks up
+//! the current context, so all calls are made in the device's. If the tool rejects a heap, its blocks are not registered, and the tool
+//! checks the segment as a whole.
+//!
 //! These are the parts of NVTX 3's memory extension (`nvtx3/nvToolsExtMem.h`, compatibility 0x0102) that this needs, declared here, so that
 //! building needs no header. Without the variable, nothing is loaded and no block is reported.
 
+use crate::device::CudaDevice;
 use libloading::Library;
 use std::collections::BTreeMap;
 use std::ffi::{CString, c_char, c_int, c_void};
 use std::ptr::{null, null_mut};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use symmalloc_core::backend::{Bytes, DeviceAddress, Range};
 
 /// `NVTX_EXT_COMPATID_MEM`.
@@ -28,8 +33,10 @@ const BY_POINTER: u32 = 1;
 const ASCII: u32 = 1;
 /// The value of a slot that the tool leaves empty, after NVTX has initialized it.
 const DISABLED: usize = 1;
-/// The number of functions of the extension, with room for one more, which NVTX's own loop reads.
-const SLOTS: usize = 17;
+/// The number of slots of the extension's module (`NVTX3EXT_CBID_MEM_FN_NUM`), which a tool fills from index 0.
+const SLOTS: usize = 63;
+/// Maximum number of bytes of a name.
+const NAME_BYTES_MAX: usize = 256;
 
 /// `nvtxExtModuleSegment_t`.
 #[repr(C)]
@@ -159,7 +166,7 @@ impl Tool {
         let initialize =
             unsafe { library.get::<Initialize>(b"InitializeInjectionNvtxExtension\0") }.ok().map(|it| *it)?;
         let mut slots = [0_usize; SLOTS];
-        let mut segment = ModuleSegment { id: 1, slot_count: SLOTS - 1, slots: slots.as_mut_ptr() };
+        let mut segment = ModuleSegment { id: 1, slot_count: SLOTS, slots: slots.as_mut_ptr() };
         let mut module = ModuleInfo {
             nvtx_version: 3,
             struct_size: size_of::<ModuleInfo>() as u16,
@@ -198,29 +205,70 @@ extern "C" fn no_export(_id: u32) -> isize {
 
 /// The reports of one backend to the tool.
 pub(crate) struct BlockReports {
+    device: Arc<CudaDevice>,
     tool: &'static Tool,
-    /// The tool's handle of each range, by its first address.
-    heaps: Mutex<BTreeMap<u64, Heap>>,
+    reported: Mutex<Reported>,
+}
+
+#[derive(Default)]
+struct Reported {
+    /// The registered ranges, by their first address.
+    heaps: BTreeMap<u64, Heap>,
+    /// The registered regions of each live block, by the block's address. A block that reuses memory of a graph has only the rest.
+    blocks: BTreeMap<u64, Vec<Bytes>>,
+    /// Ends of the regions that captures allocated, by their starts. They do not overlap. Launches use them after their free, so they stay
+    /// registered as long as their range.
+    of_graphs: BTreeMap<u64, u64>,
 }
 
 #[derive(Clone, Copy)]
 struct Heap {
+    /// The tool's handle.
     handle: usize,
     size_bytes: u64,
 }
 
+impl Reported {
+    /// Returns the base of the registered range around an address, and its heap.
+    fn heap_around(&self, address: DeviceAddress) -> Option<(u64, Heap)> {
+        let around = self.heaps.range(..=address.0).next_back().map(|(base, heap)| (*base, *heap));
+        around.filter(|(base, heap)| address.0 - base < heap.size_bytes)
+    }
+
+    /// Returns the parts of a block that no graph has registered.
+    fn parts_outside_of_graphs(&self, Bytes { address, size_bytes }: Bytes) -> Vec<Bytes> {
+        let (mut parts, mut at, end) = (Vec::new(), address.0, address.0 + size_bytes);
+        let mut add = |from: u64, to: u64| {
+            if from < to {
+                parts.push(Bytes { address: DeviceAddress(from), size_bytes: to - from });
+            }
+        };
+        let before = self.of_graphs.range(..at).next_back();
+        for (start, stop) in before.into_iter().chain(self.of_graphs.range(at..end)) {
+            add(at, (*start).min(end));
+            at = at.max(*stop);
+        }
+        add(at, end);
+        parts
+    }
+}
+
 impl BlockReports {
     /// Returns the reports to the tool of this process, if there is one.
-    pub(crate) fn of_process() -> Option<Self> {
-        Tool::of_process().map(|tool| BlockReports { tool, heaps: Mutex::default() })
+    pub(crate) fn of_process(device: &Arc<CudaDevice>) -> Option<Self> {
+        let device = Arc::clone(device);
+        Tool::of_process().map(|tool| BlockReports { device, tool, reported: Mutex::default() })
     }
 
-    fn heaps(&self) -> MutexGuard<'_, BTreeMap<u64, Heap>> {
-        self.heaps.lock().unwrap_or_else(PoisonError::into_inner)
+    fn reported(&self) -> MutexGuard<'_, Reported> {
+        self.reported.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Reports a range, of which only reported blocks may be accessed.
-    pub(crate) fn reserved(&self, range: Range) {
+    /// Reports a range with mapped memory, of which only reported blocks may be accessed. Has no effect if it was reported before.
+    pub(crate) fn mapped(&self, range: Range) {
+        let mut reported = self.reported();
+        let is_new = !reported.heaps.contains_key(&range.base.0);
+        let Some(_current) = self.device.enter().ok().filter(|_| is_new) else { return };
         let pointer = pointer(range.base);
         let whole = VirtualRange { size: range.size_bytes as usize, pointer };
         let description = HeapDescription {
@@ -237,22 +285,44 @@ impl BlockReports {
         };
         // SAFETY: the description is valid during the call; the null domain is NVTX's default.
         let handle = unsafe { (self.tool.heap_register)(null(), &raw const description) } as usize;
-        self.heaps().insert(range.base.0, Heap { handle, size_bytes: range.size_bytes });
-    }
-
-    /// Reports that a range was released.
-    pub(crate) fn released(&self, range: Range) {
-        if let Some(heap) = self.heaps().remove(&range.base.0) {
-            // SAFETY: the tool returned the handle, which is not used afterwards.
-            unsafe { (self.tool.heap_unregister)(null(), heap.handle as *mut c_void) };
+        if handle != 0 {
+            reported.heaps.insert(range.base.0, Heap { handle, size_bytes: range.size_bytes });
         }
     }
 
-    /// Reports a block that the program may access from now on.
-    pub(crate) fn allocated(&self, bytes: Bytes, name: Option<&str>) {
-        let around = self.heaps().range(..=bytes.address.0).next_back().map(|(base, heap)| (*base, *heap));
-        let Some((base, heap)) = around.filter(|(base, heap)| bytes.address.0 - base < heap.size_bytes) else { return };
+    /// Reports that a range is about to be released. It contains no block.
+    pub(crate) fn released(&self, range: Range) {
+        let mut reported = self.reported();
+        let Some(heap) = reported.heaps.remove(&range.base.0) else { return };
+        reported.of_graphs.retain(|start, _| start.wrapping_sub(range.base.0) >= range.size_bytes);
+        reported.blocks.retain(|start, _| start.wrapping_sub(range.base.0) >= range.size_bytes);
+        let Ok(_current) = self.device.enter() else { return };
+        // SAFETY: the tool returned the handle, which is not used afterwards. The regions of the heap end with it.
+        unsafe { (self.tool.heap_unregister)(null(), heap.handle as *mut c_void) };
+    }
+
+    /// Reports a block that the program may access from now on. `is_of_graph` is `true` if a capture allocated it.
+    pub(crate) fn allocated(&self, bytes: Bytes, name: Option<&str>, is_of_graph: bool) {
+        let mut reported = self.reported();
+        let Some((base, heap)) = reported.heap_around(bytes.address) else { return };
         debug_assert!(bytes.address.0 + bytes.size_bytes <= base + heap.size_bytes);
+        let Ok(_current) = self.device.enter() else { return };
+        let parts = reported.parts_outside_of_graphs(bytes);
+        for part in &parts {
+            self.register(heap, *part);
+            if is_of_graph {
+                reported.of_graphs.insert(part.address.0, part.address.0 + part.size_bytes);
+            }
+        }
+        if let (Some(name), Some(first)) = (name, parts.first()) {
+            self.name(first.address, name);
+        }
+        if !is_of_graph {
+            reported.blocks.insert(bytes.address.0, parts);
+        }
+    }
+
+    fn register(&self, heap: Heap, bytes: Bytes) {
         let block = VirtualRange { size: bytes.size_bytes as usize, pointer: pointer(bytes.address) };
         let mut handle = null_mut();
         let batch = RegisterBatch {
@@ -267,43 +337,58 @@ impl BlockReports {
         };
         // SAFETY: the batch and what it points to are valid during the call.
         unsafe { (self.tool.register)(null(), &raw const batch) };
-        if let (Some(set_name), Some(Ok(name))) = (self.tool.name, name.map(CString::new)) {
-            let description = NameDescription {
-                reference: BY_POINTER,
-                name_type: ASCII,
-                region: pointer(bytes.address),
-                name: name.as_ptr(),
-                category: 0,
-                reserved: 0,
-            };
-            let batch = NameBatch {
-                compatibility: COMPATIBILITY,
-                struct_size: size_of::<NameBatch>() as u16,
-                reserved: 0,
-                count: 1,
-                element_size: size_of::<NameDescription>(),
-                elements: &raw const description,
-                reserved1: 0,
-            };
-            // SAFETY: as above.
-            unsafe { set_name(null(), &raw const batch) };
-        }
+    }
+
+    fn name(&self, address: DeviceAddress, name: &str) {
+        let Some(set_name) = self.tool.name else { return };
+        let name = printable(name);
+        let description = NameDescription {
+            reference: BY_POINTER,
+            name_type: ASCII,
+            region: pointer(address),
+            name: name.as_ptr(),
+            category: 0,
+            reserved: 0,
+        };
+        let batch = NameBatch {
+            compatibility: COMPATIBILITY,
+            struct_size: size_of::<NameBatch>() as u16,
+            reserved: 0,
+            count: 1,
+            element_size: size_of::<NameDescription>(),
+            elements: &raw const description,
+            reserved1: 0,
+        };
+        // SAFETY: the batch, its element and the C string that it points to are valid during the call.
+        unsafe { set_name(null(), &raw const batch) };
     }
 
     /// Reports that the program must no longer access a block.
     pub(crate) fn freed(&self, address: DeviceAddress) {
-        let block = pointer(address);
-        let batch = UnregisterBatch {
-            compatibility: COMPATIBILITY,
-            struct_size: size_of::<UnregisterBatch>() as u16,
-            reference: BY_POINTER,
-            count: 1,
-            element_size: size_of::<*const c_void>(),
-            elements: &raw const block,
-        };
-        // SAFETY: as above.
-        unsafe { (self.tool.unregister)(null(), &raw const batch) };
+        let parts = self.reported().blocks.remove(&address.0).unwrap_or_default();
+        let Ok(_current) = self.device.enter() else { return };
+        for part in parts {
+            let block = pointer(part.address);
+            let batch = UnregisterBatch {
+                compatibility: COMPATIBILITY,
+                struct_size: size_of::<UnregisterBatch>() as u16,
+                reference: BY_POINTER,
+                count: 1,
+                element_size: size_of::<*const c_void>(),
+                elements: &raw const block,
+            };
+            // SAFETY: the batch and the pointer that it refers to are valid during the call. The tool does not read the memory.
+            unsafe { (self.tool.unregister)(null(), &raw const batch) };
+        }
     }
+}
+
+/// Returns a name that a tool can print: printable ASCII without the rest. Names of programs are arbitrary text.
+fn printable(name: &str) -> CString {
+    let is_plain = |byte: &u8| (b' '..=b'~').contains(byte);
+    let bytes: Vec<u8> =
+        name.bytes().map(|byte| if is_plain(&byte) { byte } else { b'?' }).take(NAME_BYTES_MAX).collect();
+    CString::new(bytes).expect("every byte is printable")
 }
 
 fn pointer(address: DeviceAddress) -> *const c_void {

@@ -5,11 +5,14 @@
 //!  compared ─► event done? ─► the host compares the slot with the pattern ─► the slot is reused
 //! ```
 //! The device needs no kernel for this, so no module is loaded. A slot is taken for the time of one comparison.
+//!
+//! Memory of the host as a stream (`cudaMalloc` under `symmalloc run`) may be used by every stream at once, and `cudaFree` waits for all of
+//! them before it frees. It is therefore filled and compared on a stream of its own here, and the host waits for a fill.
 
 use super::BackendStreams;
 use crate::device::CudaDevice;
-use crate::driver::HOST_PORTABLE;
-use crate::error::DriverError;
+use crate::driver::{HOST_PORTABLE, STREAM_NON_BLOCKING};
+use crate::error::{DriverError, OUT_OF_MEMORY};
 use cudarc::driver::sys::CUstream;
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -19,6 +22,8 @@ use symmalloc_core::ids::StreamId;
 
 /// Size of a block of pinned memory, which is divided into slots of one size.
 const SLAB_BYTES: usize = 1 << 20;
+/// Maximum number of slabs. The allocator waits for its comparisons before it needs so many, unless captures hold them.
+const SLABS_MAX: usize = 64;
 /// The sizes of slots: guards are short, and freed blocks are compared in larger parts.
 const SLOT_BYTES: [usize; 2] = [1 << 10, COMPARED_BYTES_MAX as usize];
 
@@ -36,6 +41,10 @@ struct State {
     slabs: Vec<usize>,
     running: BTreeMap<u64, Running>,
     next: u64,
+    /// Number of slots that a copy may still write to, because its event failed or belongs to a capture. They are not reused.
+    lost_slots: usize,
+    /// The stream for memory of the host as a stream. Created at the first such fill.
+    of_host: Option<usize>,
 }
 
 /// A comparison in progress.
@@ -66,22 +75,34 @@ impl Comparisons {
         bytes: Bytes,
         pattern: u32,
     ) -> Result<(), BackendError> {
+        let fill = |raw: CUstream| self.device.call_about(raw, || self.fill_on(raw, bytes, pattern));
+        if !streams.is_host(stream) {
+            return Ok(streams.with_raw(stream, "cuMemsetD32Async", fill)?);
+        }
+        let raw = self.host_stream()?;
+        fill(raw)?;
+        let event = streams.record_raw(raw)?;
+        let waited = streams.wait_for(event);
+        streams.recycle(event);
+        Ok(waited?)
+    }
+
+    fn fill_on(&self, raw: CUstream, bytes: Bytes, pattern: u32) -> Result<(), DriverError> {
         let driver = self.device.driver();
         let (start, end) = (bytes.address.0, bytes.address.0 + bytes.size_bytes);
         let (words_start, words_end) = (start.next_multiple_of(4).min(end), end / 4 * 4);
-        let fill = |raw: CUstream| {
-            for at in (start..words_start).chain(words_end.max(words_start)..end) {
-                // SAFETY: by the contract of `Backend::fill`, the byte is mapped, and the stream is alive.
-                unsafe { driver.memset_async(at, byte_at(pattern, at), 1, raw) }?;
-            }
-            let words = words_end.saturating_sub(words_start) as usize / 4;
-            if words == 0 {
-                return Ok(());
-            }
-            // SAFETY: as above, and the address is a multiple of 4.
-            unsafe { driver.memset32_async(words_start, pattern, words, raw) }
-        };
-        Ok(streams.with_raw(stream, "cuMemsetD32Async", |raw| self.device.call_about(raw, || fill(raw)))?)
+        for at in (start..words_start).chain(words_end.max(words_start)..end) {
+            // SAFETY: the byte is one of `bytes`. By the contract of `Backend::fill`, these are mapped until the stream has reached this
+            // call: the heap's lock is held, and memory is unmapped only after the host has waited for the streams that used it. The stream
+            // is alive: the caller holds its lock if it is lent, and all other registered streams and `of_host` live as long as the backend.
+            unsafe { driver.memset_async(at, byte_at(pattern, at), 1, raw) }?;
+        }
+        let words = words_end.saturating_sub(words_start) as usize / 4;
+        if words == 0 {
+            return Ok(());
+        }
+        // SAFETY: `words` words from `words_start`, a multiple of 4, are part of `bytes`. For the memory and the stream, see above.
+        unsafe { driver.memset32_async(words_start, pattern, words, raw) }
     }
 
     /// Implements [`Backend::compare`](symmalloc_core::backend::Backend::compare).
@@ -91,26 +112,43 @@ impl Comparisons {
         stream: StreamId,
         bytes: Bytes,
         pattern: u32,
-    ) -> Result<Comparison, BackendError> {
+    ) -> Result<Option<Comparison>, BackendError> {
         let driver = self.device.driver();
         let (class, slot) = self.take_slot(bytes.size_bytes as usize)?;
         let copy = |raw: CUstream| {
             let (to, len) = (slot as *mut c_void, bytes.size_bytes as usize);
-            // SAFETY: by the contract of `Backend::compare`, the bytes are mapped and the stream is alive. The slot has room for them and
-            // is taken until the copy is done.
-            unsafe { driver.copy_to_host(to, bytes.address.0, len, raw) }
-        };
-        let submitted = streams.with_raw(stream, "cuMemcpyDtoHAsync_v2", |raw| {
-            self.device.call_about(raw, || copy(raw))?;
+            // SAFETY: the source is mapped and the stream alive, as in `fill_on`. The destination is a slot of at least `len` bytes of
+            // pinned memory: `take_slot` chose its class by this size, and returned it to this call alone. Nothing reads it, and no other
+            // copy writes to it, before `compared` has found that the event after the copy is done. Slabs are freed in `drop`, and only if
+            // no slot is in use.
+            self.device.call_about(raw, || unsafe { driver.copy_to_host(to, bytes.address.0, len, raw) })?;
             streams.record_raw(raw)
-        });
-        // If the event fails, the copy may still write to the slot, which is therefore not reused.
-        let event = submitted?;
+        };
+        let submitted = match streams.is_host(stream) {
+            true => self.host_stream().and_then(copy),
+            false => streams.with_raw(stream, "cuMemcpyDtoHAsync_v2", copy),
+        };
         let mut state = self.state();
-        let id = state.next;
-        state.next += 1;
-        state.running.insert(id, Running { class, slot, bytes, pattern, event });
-        Ok(Comparison(id))
+        match submitted {
+            Ok(event) if !streams.is_of_capture(event) => {
+                let id = state.next;
+                state.next += 1;
+                state.running.insert(id, Running { class, slot, bytes, pattern, event });
+                Ok(Some(Comparison(id)))
+            }
+            // Another thread began a capture after the allocator had looked. Each launch of the graph writes to the slot.
+            Ok(event) => {
+                state.lost_slots += 1;
+                drop(state);
+                streams.recycle(event);
+                Ok(None)
+            }
+            // The copy may have been submitted.
+            Err(error) => {
+                state.lost_slots += 1;
+                Err(error.into())
+            }
+        }
     }
 
     /// Implements [`Backend::compared`](symmalloc_core::backend::Backend::compared).
@@ -127,10 +165,14 @@ impl Comparisons {
         streams.recycle(running.event);
         let mut state = self.state();
         state.running.remove(&id);
-        // After an error, the copy may still run.
-        done?;
+        if let Err(error) = done {
+            // The copy may still run.
+            state.lost_slots += 1;
+            return Err(error);
+        }
         let Running { class, slot, bytes, pattern, .. } = running;
-        // SAFETY: the slot is initialized pinned memory of at least this size, and the copy into it is done.
+        // SAFETY: the slot belongs to this comparison until it is returned to `free` below, and is at least this long. It was initialized
+        // when its slab was allocated, and the only copy into it is done, because the event after it is.
         let copied = unsafe { std::slice::from_raw_parts(slot as *const u8, bytes.size_bytes as usize) };
         let is_other = |(at, byte): (u64, &u8)| *byte != byte_at(pattern, bytes.address.0 + at);
         let first_other = (0..).zip(copied).position(is_other);
@@ -145,34 +187,56 @@ impl Comparisons {
         if let Some(slot) = state.free[class].pop() {
             return Ok((class, slot));
         }
+        if state.slabs.len() == SLABS_MAX {
+            return Err(DriverError { call: "cuMemHostAlloc", code: OUT_OF_MEMORY });
+        }
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver().relax_capture();
         let mut address = std::ptr::null_mut();
         // SAFETY: `address` is valid for writing, and a context is current.
         unsafe { self.device.driver().host_allocate(&raw mut address, SLAB_BYTES, HOST_PORTABLE) }?;
         let slab = address as usize;
-        // SAFETY: the driver returned this memory, which nothing else uses. Now all of it is initialized.
+        // SAFETY: the driver returned `SLAB_BYTES` of writable memory, which nothing else uses yet. Now all of it is initialized.
         unsafe { std::ptr::write_bytes(address.cast::<u8>(), 0, SLAB_BYTES) };
         state.slabs.push(slab);
         state.free[class].extend((slab..slab + SLAB_BYTES).step_by(SLOT_BYTES[class]));
         let slot = state.free[class].pop().expect("the slab has slots");
         Ok((class, slot))
     }
+
+    /// Returns the stream on which memory of the host as a stream is filled and compared.
+    fn host_stream(&self) -> Result<CUstream, DriverError> {
+        let mut state = self.state();
+        if let Some(stream) = state.of_host {
+            return Ok(std::ptr::without_provenance_mut(stream));
+        }
+        let _current = self.device.enter()?;
+        let _relaxed = self.device.driver().relax_capture();
+        let mut stream: CUstream = std::ptr::null_mut();
+        // SAFETY: `stream` is valid for writing, and a context is current.
+        unsafe { self.device.driver().stream_create(&raw mut stream, STREAM_NON_BLOCKING) }?;
+        state.of_host = Some(stream as usize);
+        Ok(stream)
+    }
 }
 
 impl Drop for Comparisons {
     fn drop(&mut self) {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-        // The allocator has collected all comparisons, unless the device is lost. Memory that a copy may still use is kept.
-        if state.slabs.is_empty() || !state.running.is_empty() {
-            return;
-        }
-        let Ok(_current) = self.device.enter() else { return };
+        let has_nothing = state.slabs.is_empty() && state.of_host.is_none();
+        let Some(_current) = (!has_nothing).then(|| self.device.enter().ok()).flatten() else { return };
         let _relaxed = self.device.driver().relax_capture();
-        for slab in state.slabs.drain(..) {
-            // SAFETY: the memory came from `host_allocate`, is freed once, and no copy uses it. Memory that the driver fails to free is
-            // released with its context.
-            let _freed = unsafe { self.device.driver().host_free(slab as *mut c_void) };
+        if let Some(stream) = state.of_host.take() {
+            // SAFETY: created by `host_stream`, and not used anymore. Work on it completes before the driver frees it.
+            let _refused = unsafe { self.device.driver().stream_destroy(std::ptr::without_provenance_mut(stream)) };
+        }
+        // The allocator has collected all comparisons, unless the device is lost. Memory that a copy may still use is kept.
+        if state.running.is_empty() && state.lost_slots == 0 {
+            for slab in state.slabs.drain(..) {
+                // SAFETY: the memory came from `host_allocate` and is freed once. No copy uses it: every slot was returned to `free` after
+                // its copy was done. Memory that the driver fails to free is released with its context.
+                let _freed = unsafe { self.device.driver().host_free(slab as *mut c_void) };
+            }
         }
     }
 }

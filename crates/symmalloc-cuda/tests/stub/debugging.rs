@@ -2,6 +2,7 @@
 
 use crate::process::{device, fail, heal, live, reported, stub_test};
 use cudarc::driver::result::{memcpy_dtoh_async, memset_d8_async};
+use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use cudarc::driver::{CudaStream, DevicePtr};
 use std::sync::Arc;
 use symmalloc_core::config::{Config, PoolConfig};
@@ -115,10 +116,13 @@ stub_test!(slots_are_reused_and_freed_with_the_allocator, {
         let block = made.allocate(&stream, 100 << 10).expect("memory");
         made.free(block.handle).expect("live");
     }
+    // Slabs of 1 MiB, for at most 16 MiB of comparisons.
+    assert!(live().host_allocations - before.host_allocations <= 18, "{}", live().host_allocations);
     made.core().check_memory().map(drop).expect("no damage");
     drop(made);
     drop(stream);
     assert_eq!(live().host_allocations, before.host_allocations);
+    assert_eq!(live().streams, before.streams);
 });
 
 stub_test!(a_failed_call_leaves_memory_unchecked, {
@@ -143,6 +147,9 @@ stub_test!(blocks_are_reported_to_a_tool, ["NVTX_INJECTION64_PATH" = "libcuda.so
     let made = allocator.allocate_named(&stream, 5000, "scores").expect("memory");
     assert_eq!((reported(0, 0), reported(1, 0)), (1, 1));
     assert_eq!((reported(2, made.address.0), reported(3, made.address.0)), (made.size_bytes, 1));
+    let odd = allocator.allocate_named(&stream, 512, "a\0b\u{7}\u{20ac}").expect("memory");
+    assert_eq!(reported(4, odd.address.0), 1, "the name is printable");
+    allocator.free(odd.handle).expect("live");
     let other = allocator.allocate(&stream, 3 << 20).expect("memory");
     assert_eq!((reported(1, 0), reported(3, other.address.0)), (2, 0));
     allocator.free(made.handle).expect("live");
@@ -152,4 +159,85 @@ stub_test!(blocks_are_reported_to_a_tool, ["NVTX_INJECTION64_PATH" = "libcuda.so
     assert_eq!(reported(1, 0), 0);
     drop(allocator);
     assert_eq!(reported(0, 0), 0, "the ranges are released");
+});
+
+// A launch uses the memory after its free in the capture, so the tool must still accept it.
+stub_test!(memory_of_a_graph_stays_reported_until_its_pool_ends, ["NVTX_INJECTION64_PATH" = "libcuda.so"], {
+    let device = device();
+    let stream = device.context().new_stream().expect("a stream");
+    let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+    let pool = GraphPool::new(&allocator, PoolConfig::default()).expect("made");
+    let capture = pool.begin(&stream).expect("begun");
+    let inside = allocator.alloc_zeroed::<u8>(&stream, 1 << 20).expect("memory");
+    drop(inside);
+    // Uses the same memory, and more.
+    let output = allocator.alloc_zeroed::<u8>(&stream, 2 << 20).expect("memory");
+    let graph = capture.end().expect("a valid capture");
+    let blocks = reported(1, 0);
+    assert!(blocks >= 2, "the rest of the second block is reported too");
+    drop(output);
+    assert_eq!(reported(1, 0), blocks);
+    graph.launch(&stream).expect("launched");
+    stream.synchronize().expect("it works");
+    drop((graph, pool, allocator));
+    assert_eq!((reported(0, 0), reported(1, 0)), (0, 0));
+});
+
+stub_test!(
+    a_tool_without_these_functions_is_ignored,
+    ["NVTX_INJECTION64_PATH" = "libcuda.so", "STUB_NVTX_EMPTY" = "1"],
+    {
+        let device = device();
+        let stream = device.context().new_stream().expect("a stream");
+        let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+        let made = allocator.allocate_named(&stream, 5000, "scores").expect("memory");
+        assert_eq!((reported(0, 0), reported(1, 0)), (0, 0));
+        allocator.free(made.handle).expect("live");
+    }
+);
+
+stub_test!(
+    a_heap_that_the_tool_rejects_has_no_blocks,
+    ["NVTX_INJECTION64_PATH" = "libcuda.so", "STUB_NVTX_REJECT" = "1"],
+    {
+        let device = device();
+        let stream = device.context().new_stream().expect("a stream");
+        let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+        let made = allocator.allocate_named(&stream, 5000, "scores").expect("memory");
+        assert_eq!((reported(0, 0), reported(1, 0)), (0, 0));
+        allocator.free(made.handle).expect("live");
+    }
+);
+
+// Memory of `cudaMalloc` has no stream. The host waits for each fill.
+stub_test!(memory_of_the_host_as_a_stream_is_filled_and_guarded, {
+    let (allocator, stream) = allocator("debug:[poison,canary]");
+    let host = allocator.register_host_stream().expect("an id");
+    let made = allocator.core().allocate(PoolId::DEFAULT, host, 4000).expect("memory");
+    let holds = |pattern: u32| read(&stream, made.address.0, 4000).chunks(4).all(|word| word == pattern.to_le_bytes());
+    assert!(holds(0x7FFF_7FFF));
+    assert_eq!(allocator.core().check_memory(), Ok(1));
+    write(&stream, &made, 4000, 1);
+    stream.synchronize().expect("it works");
+    allocator.free(made.handle).expect("live");
+    assert!(holds(0xFFFF_7FFF));
+    let damage = allocator.core().check_memory().expect_err("damaged");
+    assert!(matches!(*damage, MemoryDamage::Guard { offset_bytes: 0, .. }), "{damage}");
+});
+
+// A copy in a capture is done when the graph runs. Results of other work must not wait for it.
+stub_test!(a_capture_that_nobody_announced_delays_no_result, {
+    let (allocator, stream) = allocator("debug:[poison,canary]");
+    let other = allocator.device().context().new_stream().expect("a stream");
+    let first = allocator.allocate(&stream, 4000).expect("memory");
+    let block = allocator.allocate(&other, 4000).expect("memory");
+    stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL).expect("begun");
+    let inside = allocator.allocate(&stream, 4000).expect("memory");
+    allocator.free(first.handle).expect("live");
+    allocator.free(inside.handle).expect("live");
+    write(&other, &block, 4000, 1);
+    allocator.free(block.handle).expect("live");
+    allocator.core().check_memory().expect_err("damaged");
+    stream.end_capture(CUgraphInstantiate_flags(0)).map(drop).expect("the capture is valid");
+    assert!(allocator.core().check_memory().is_ok());
 });

@@ -3,14 +3,14 @@
 use super::address_space::AddressSpace;
 use super::contents::{Contents, Pieces};
 use super::contract::{
-    ALIASES_FIRST, ALIGNED, IMAGE, INSIDE, LIVE_EVENT, MAPPED, MAPPED_ONCE, ORDERED, PIECE, QUIET, RESERVED,
-    SYNCHRONIZED_FIRST, UNMAPPED_FIRST, violation,
+    ALIASES_FIRST, ALIGNED, IMAGE, INSIDE, LIVE_EVENT, MAPPED, MAPPED_ONCE, NOT_CAPTURED, ORDERED, PIECE, QUIET,
+    RESERVED, SYNCHRONIZED_FIRST, UNMAPPED_FIRST, violation,
 };
 use super::fault::{Call, CallCounts, Fault, FaultRule, Faults};
 use super::leaks::Leaks;
 use super::random::mix;
 use super::timeline::{Race, Timeline};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use symmalloc_core::backend::{
     Backend, BackendError, Bytes, COMPARED_BYTES_MAX, Compared, Comparison, DeviceAddress, Event, Image, Part, Range,
@@ -96,6 +96,8 @@ struct SimState {
     contents: Contents,
     /// The results of comparisons in progress, by the event after each.
     comparisons: BTreeMap<u64, Compared>,
+    /// The streams that are being captured.
+    captured: BTreeSet<StreamId>,
     mapped_bytes: u64,
     mapped_bytes_peak: u64,
 }
@@ -119,6 +121,7 @@ impl SimBackend {
             faults,
             contents: Contents::default(),
             comparisons: BTreeMap::new(),
+            captured: BTreeSet::new(),
             mapped_bytes: 0,
             mapped_bytes_peak: 0,
         };
@@ -176,6 +179,17 @@ impl SimBackend {
         let mut state = self.state();
         for (start, end) in state.memory_of(address, size_bytes) {
             state.contents.write(start, end, value);
+        }
+    }
+
+    /// Begins the capture of a stream, or ends it. Captured work is not simulated: the capture only forbids the work of
+    /// debugging options. It is not a backend call.
+    pub fn set_captured(&self, stream: StreamId, is_captured: bool) {
+        let mut state = self.state();
+        if is_captured {
+            state.captured.insert(stream);
+        } else {
+            state.captured.remove(&stream);
         }
     }
 
@@ -320,6 +334,9 @@ impl SimState {
     /// part does not count as used: another stream may use its other bytes, and uses are tracked in whole units.
     #[track_caller]
     fn submit_own(&mut self, call: Call, stream: StreamId, bytes: Bytes) -> Result<Vec<(u64, u64)>, BackendError> {
+        if self.captured.contains(&stream) {
+            return Err(violation(call, NOT_CAPTURED, format_args!("{stream}")));
+        }
         let Bytes { address, size_bytes } = bytes;
         let (start, end) = (address.0, address.0.saturating_add(size_bytes));
         let parts = self.addresses.memory_of(start, end);
@@ -578,6 +595,10 @@ impl Backend for SimBackend {
             }
             Ok(())
         })
+    }
+
+    fn is_captured(&self, stream: StreamId) -> bool {
+        self.state().captured.contains(&stream)
     }
 
     #[track_caller]
