@@ -1,6 +1,6 @@
 //! `symmalloc address`: which allocation of a recording contains, or contained, an address, and what is next to it.
 //!
-//! Snapshots and logs state the addresses of the recorded process. A trace has none, because they differ between ranks: there, an address
+//! Snapshots, logs and flight records state the addresses of the recorded process. A trace has none, because they differ between ranks: there, an address
 //! is a place, `SEGMENT@OFFSET`, as reports of other commands print it.
 
 use crate::args::{AddressArgs, Location};
@@ -12,10 +12,13 @@ use crate::verdict::Verdict;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fmt::{self, Write};
+use std::fs::File;
+use std::io::Read;
 use symmalloc_core::op::Op;
 use symmalloc_core::{AllocationId, PoolId, SegmentId, StreamId};
 use symmalloc_import::Recording;
 use symmalloc_text::visible_line;
+use symmalloc_watchdog::{FlightRecord, MemoryRecord};
 
 /// Maximum number of earlier allocations at the address that the text lists.
 const LISTED_MAX: usize = 10;
@@ -31,7 +34,8 @@ struct Lifetime {
     segment: Option<SegmentId>,
     start: u64,
     size_bytes: u64,
-    allocated_at: usize,
+    /// `None` if the flight record does not know it.
+    allocated_at: Option<usize>,
     freed_at: Option<usize>,
     used_by: Vec<StreamId>,
 }
@@ -51,7 +55,7 @@ impl Lifetime {
 
     /// Returns `true` if it was live when the op was executed.
     fn is_live_at(&self, op: usize) -> bool {
-        self.allocated_at <= op && self.freed_at.is_none_or(|freed| freed > op)
+        self.allocated_at.is_none_or(|allocated| allocated <= op) && self.freed_at.is_none_or(|freed| freed > op)
     }
 
     fn as_json(&self) -> Value {
@@ -76,12 +80,15 @@ impl fmt::Display for Lifetime {
         if let Some(name) = &self.name {
             write!(f, " ({})", visible_line(name))?;
         }
-        let Lifetime { pool, stream, allocated_at, .. } = self;
+        let Lifetime { pool, stream, .. } = self;
         let start = match self.segment {
             Some(segment) => Location::Place { segment, offset_bytes: self.start },
             None => Location::Address(self.start),
         };
-        write!(f, ": {} at {start}, {pool}, {stream}, op {}", memory(self.size_bytes), count(*allocated_at as u64))?;
+        write!(f, ": {} at {start}, {pool}, {stream}", memory(self.size_bytes))?;
+        if let Some(op) = self.allocated_at {
+            write!(f, ", op {}", count(op as u64))?;
+        }
         match self.freed_at {
             Some(op) => write!(f, " to {}", count(op as u64))?,
             None => f.write_str(", not freed")?,
@@ -96,15 +103,22 @@ impl fmt::Display for Lifetime {
 
 /// Prints the allocations that contained an address.
 pub(crate) fn address(args: &AddressArgs) -> Result<Verdict, CliError> {
-    let recording = input::recording_with_addresses(&args.input, &args.reading)?;
-    if matches!(args.address, Location::Address(_)) && recording.addresses.is_none() {
-        return Err(CliError::NoAddresses { path: args.input.clone() });
-    }
-    let lifetimes = lifetimes(&recording, args.address);
+    let (lifetimes, ends_at) = match flight_record(args)? {
+        // The op numbers of a flight record count the ops of each heap. Neighbors are those at its end.
+        Some(record) => (recorded_memory(&record.memory), usize::MAX),
+        None => {
+            let recording = input::recording_with_addresses(&args.input, &args.reading)?;
+            if matches!(args.address, Location::Address(_)) && recording.addresses.is_none() {
+                return Err(CliError::NoAddresses { path: args.input.clone() });
+            }
+            (lifetimes(&recording, args.address), recording.records.len())
+        }
+    };
     let mut containing: Vec<&Lifetime> = lifetimes.iter().filter(|life| life.contains(args.address)).collect();
     // Newest first.
     containing.reverse();
-    let op = containing.first().map_or(recording.records.len(), |newest| newest.allocated_at);
+    let at_newest = containing.first().and_then(|newest| newest.allocated_at).filter(|_| ends_at != usize::MAX);
+    let op = at_newest.unwrap_or(ends_at);
     let (before, after) = neighbors(&lifetimes, args.address, op);
     if args.json {
         output::print_json(json!({
@@ -125,7 +139,7 @@ pub(crate) fn address(args: &AddressArgs) -> Result<Verdict, CliError> {
     if containing.len() > LISTED_MAX {
         let _ = writeln!(out, "  and {} earlier ones; --json lists all", count(containing.len() - LISTED_MAX));
     }
-    let when = if containing.is_empty() { "at the end" } else { "when the newest one was allocated" };
+    let when = if at_newest.is_none() { "at the end" } else { "when the newest one was allocated" };
     for (word, neighbor) in [("before", before), ("after", after)] {
         if let Some(neighbor) = neighbor {
             let _ = writeln!(out, "{word} it, {when}: {neighbor}");
@@ -133,6 +147,39 @@ pub(crate) fn address(args: &AddressArgs) -> Result<Verdict, CliError> {
     }
     output::print(&out)?;
     Ok(Verdict::Agree)
+}
+
+/// Returns the flight record, if the file is one with allocations, and the location is an address.
+fn flight_record(args: &AddressArgs) -> Result<Option<FlightRecord>, CliError> {
+    // A pipe can be read only once, and a recorded job is no file.
+    let is_file = std::fs::metadata(&args.input).is_ok_and(|metadata| metadata.is_file());
+    let mut first = [0];
+    let mut is_json = |file: &mut File| file.read_exact(&mut first).is_ok() && first == *b"{";
+    if !is_file || !File::open(&args.input).is_ok_and(|mut file| is_json(&mut file)) {
+        return Ok(None);
+    }
+    let record = FlightRecord::read(&args.input).map_err(CliError::FlightRecord)?;
+    if record.memory.is_empty() || !matches!(args.address, Location::Address(_)) {
+        return Err(CliError::NoAddresses { path: args.input.clone() });
+    }
+    Ok(Some(record))
+}
+
+/// Returns the allocations of a flight record.
+fn recorded_memory(records: &[MemoryRecord]) -> Vec<Lifetime> {
+    let lifetime = |(id, record): (u64, &MemoryRecord)| Lifetime {
+        id: AllocationId(id),
+        name: record.name.clone(),
+        pool: PoolId(record.pool),
+        stream: StreamId(record.stream),
+        segment: None,
+        start: record.address,
+        size_bytes: record.size_bytes,
+        allocated_at: record.allocated_at_op.map(|op| op as usize),
+        freed_at: record.freed_at_op.map(|op| op as usize),
+        used_by: record.used_by.iter().copied().map(StreamId).collect(),
+    };
+    (0..).zip(records).map(lifetime).collect()
 }
 
 /// Returns the allocations of the recording that have addresses, or places in the segment, in the order of their ops.
@@ -162,7 +209,7 @@ fn lifetimes(recording: &Recording, location: Location) -> Vec<Lifetime> {
                     segment,
                     start,
                     size_bytes,
-                    allocated_at: index,
+                    allocated_at: Some(index),
                     freed_at: None,
                     used_by: Vec::new(),
                 });

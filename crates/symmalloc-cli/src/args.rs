@@ -128,9 +128,11 @@ Exit codes: 0 success, 2 invalid input.";
 const ADDRESS_EXAMPLES: &str = "\
 Examples:
   symmalloc address 0x7f1234567000 snapshot.pickle      the address that an error of CUDA or a tool names
+  symmalloc address 0x7f1234567000 flight.json          a flight record with allocations: symmalloc.flight_record(path, devices=[0])
   symmalloc address 3@131074048 rank0.trace.zst         a place that `replay`, `diff` or a report names: segment 3, offset in bytes
 
-Snapshots and RMM logs contain the addresses of the recorded process. Sizes are the requested ones. A trace contains no addresses, and
+Snapshots, RMM logs and flight records contain the addresses of the recorded process. Sizes are the requested ones. The ops of a
+flight record count those of each heap, and are null for live allocations. A trace contains no addresses, and
 places only if it was recorded, or written by `replay --record`.
 
 JSON: schema_version, address, containing (an array, newest first), before, after (null, or the nearest allocations that were live

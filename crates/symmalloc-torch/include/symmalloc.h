@@ -1218,6 +1218,16 @@ symmalloc_status symmalloc_explain_address(struct symmalloc_allocator *allocator
                                            char **text);
 
 /**
+ * Writes the live allocations, and those that were freed in pools with debugging options, as a JSON array: the key `memory` of a flight
+ * record, for `symmalloc address`. Free the text with `symmalloc_release_bytes`.
+ *
+ * # Safety
+ * `allocator` is live; `json` is valid for writing.
+ */
+symmalloc_status symmalloc_memory_record(struct symmalloc_allocator *allocator,
+                                         char **json);
+
+/**
  * Writes a readable list of the live allocations, largest first. Free the text with `symmalloc_release_bytes`.
  *
  * # Safety

@@ -42,3 +42,28 @@ fn a_trace_has_places_and_no_addresses() {
     assert_eq!(refused.code, Some(2));
     assert!(refused.stderr.contains("expected an address as in 0x7f1234567000"), "{}", refused.stderr);
 }
+
+#[test]
+fn a_flight_record_names_live_and_freed_allocations() {
+    let folder = Folder::new();
+    let record = r#"{"symmalloc_flight_record": 1, "host": "", "process": 1, "reason": "a fault", "communicators": [], "memory": [
+        {"device": 0, "address": 4096, "size_bytes": 4096, "name": "scores", "pool": 0, "stream": 1, "allocated_at_op": 7, "freed_at_op": 9},
+        {"device": 0, "address": 4096, "size_bytes": 512, "name": "weights", "pool": 0, "stream": 1, "used_by": [2]},
+        {"device": 0, "address": 8192, "size_bytes": 512, "pool": 3, "stream": 0}]}"#;
+    let file = folder.file("flight.json", record);
+    let printed = symmalloc("address 0x1010 {}", &[&file]);
+    let words = &printed.exited(0).stdout;
+    assert!(
+        words.starts_with(
+            "0x1010 was in 2 allocations\n  byte 16 of allocation 1 (weights): 512 B at 0x1000, p0, s1, not freed"
+        ),
+        "{words}"
+    );
+    assert!(words.contains("allocation 0 (scores): 4.00 KiB at 0x1000, p0, s1, op 7 to 9"), "{words}");
+    assert!(words.contains("after it, at the end: allocation 2: 512 B at 0x2000, p3, s0, not freed"), "{words}");
+    let empty = folder
+        .file("empty.json", &record.split(", \"memory\"").next().map(|head| format!("{head}}}")).expect("a head"));
+    let refused = symmalloc("address 0x1010 {}", &[&empty]);
+    assert_eq!(refused.code, Some(2));
+    assert!(refused.stderr.contains("no addresses"), "{}", refused.stderr);
+}

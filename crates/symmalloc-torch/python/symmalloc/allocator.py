@@ -547,6 +547,14 @@ class Allocator:
         """
         return text("explain_address", self._handle, address)
 
+    def memory_record(self) -> list[dict[str, Any]]:
+        """Returns the live allocations, and those that were freed in pools with a debugging option, oldest first.
+
+        This is the key `memory` of a flight record, which `symmalloc address` reads.
+        """
+        record: list[dict[str, Any]] = json.loads(text("memory_record", self._handle))
+        return record
+
     def leak_report(self) -> str:
         """Returns a list of the live allocations, by pool and name."""
         return text("leak_report", self._handle)

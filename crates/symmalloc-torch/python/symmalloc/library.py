@@ -149,6 +149,7 @@ CALLS: dict[str, list[Any]] = {
     "snapshot": [c_void_p, POINTER(c_void_p), POINTER(c_size_t)],
     "check_memory": [c_void_p, POINTER(c_uint64)],
     "explain_address": [c_void_p, c_uint64, POINTER(c_void_p)],
+    "memory_record": [c_void_p, POINTER(c_void_p)],
     "leak_report": [c_void_p, POINTER(c_void_p)],
     "config": [c_void_p, POINTER(c_void_p)],
     "trace_start": [c_void_p, c_char_p],

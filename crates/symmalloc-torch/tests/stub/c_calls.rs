@@ -279,6 +279,11 @@ stub_test!(damaged_memory_is_reported_with_the_name_of_its_allocation, {
     done(unsafe { symmalloc_explain_address(allocator.0, address + 8, &raw mut text) });
     let text = taken(text);
     assert!(text.contains("earlier: \"scores\""), "{text}");
+    let mut json = null_mut();
+    // SAFETY: as above.
+    done(unsafe { symmalloc_memory_record(allocator.0, &raw mut json) });
+    let json = taken(json);
+    assert!(json.contains("\"name\":\"scores\"") && json.contains("\"freed_at_op\":"), "{json}");
 });
 
 stub_test!(invalid_settings_are_reported_with_the_byte, {

@@ -148,6 +148,7 @@ fn address(name: &str) -> Option<usize> {
         symmalloc_snapshot,
         symmalloc_check_memory,
         symmalloc_explain_address,
+        symmalloc_memory_record,
         symmalloc_leak_report,
         symmalloc_config,
         symmalloc_release_bytes,
