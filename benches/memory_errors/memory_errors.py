@@ -53,6 +53,9 @@ def plant():
     if error == "overrun":
         poke(first.data_ptr() + 4 * large)
         return check()
+    if error == "overrun_page":
+        poke(first.data_ptr() + 4 * large, 1024)
+        return check()
     if error == "underrun":
         poke(address - 4)
         return check()
@@ -65,7 +68,7 @@ def plant():
         for _ in range(16):
             torch.ones(large, device="cuda")
         return check()
-    if error == "different_stream":
+    if error == "other_stream":
         other = torch.cuda.Stream()
         out = torch.zeros(1, device="cuda")
         torch.cuda.synchronize()
@@ -76,6 +79,25 @@ def plant():
         other.synchronize()
         value = out.item()
         return f"NaN {value}" if value != value else f"silent, the value is {value}"
+    if error in ("read_after_sleep", "write_after_sleep"):
+        if native:
+            return "skip"
+        symmalloc.sleep()
+        if error == "write_after_sleep":
+            poke(address)
+            torch.cuda.synchronize()
+            return "silent"
+        return peek(address)
+    if error == "graph_pool":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            inside = torch.ones(large, device="cuda") * 2
+        graph.replay()
+        torch.cuda.synchronize()
+        address = inside.data_ptr()
+        del inside, graph
+        torch.cuda.empty_cache()
+        return peek(address)
     if error in ("double_free", "inner_free"):
         raw = torch.cuda.caching_allocator_alloc(4096)
         torch.cuda.caching_allocator_delete(raw + 16 if error == "inner_free" else raw)
