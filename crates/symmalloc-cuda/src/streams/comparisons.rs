@@ -7,7 +7,8 @@
 //! The device needs no kernel for this, so no module is loaded. A slot is taken for the time of one comparison.
 //!
 //! Memory of the host as a stream (`cudaMalloc` under `symmalloc run`) may be used by every stream at once, and `cudaFree` waits for all of
-//! them before it frees. It is therefore filled and compared on a stream of its own here, and the host waits for a fill.
+//! them before it frees. It is therefore filled and compared on a stream of its own here. The host waits for this work, which waits for no
+//! other.
 
 use super::BackendStreams;
 use crate::device::CudaDevice;
@@ -125,7 +126,11 @@ impl Comparisons {
             streams.record_raw(raw)
         };
         let submitted = match streams.is_host(stream) {
-            true => self.host_stream().and_then(copy),
+            // Nobody can wait for this stream later, and its work is short.
+            true => self.host_stream().and_then(copy).and_then(|event| {
+                streams.wait_for(event).inspect_err(|_| streams.recycle(event))?;
+                Ok(event)
+            }),
             false => streams.with_raw(stream, "cuMemcpyDtoHAsync_v2", copy),
         };
         let mut state = self.state();
