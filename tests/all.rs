@@ -6,6 +6,7 @@ mod agreement_protocol;
 mod arenas;
 mod bases;
 mod conformance;
+mod debugging;
 mod digests;
 mod exhaustive;
 mod faults;

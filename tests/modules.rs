@@ -22,7 +22,7 @@ const ORDER: [(&str, &str); 17] = [
     (
         "symmalloc-cli",
         "verdict content quantity escape progress streams format collection beginning address_order job config_text timing args error \
-         input destination recorded output picture diff explorer planned chart plan export import manual replay simulate report run",
+         input destination recorded output picture diff explorer planned chart plan export import address manual replay simulate report run",
     ),
     ("symmalloc-conformance", ""),
     (
@@ -74,13 +74,14 @@ const CORE_MODULES_MAX: usize = 16;
 
 /// Structs of the core whose fields are visible in the whole crate, each with the reason. All other structs keep their fields private to
 /// their file.
-const PLAIN_DATA: [(&str, &str); 19] = [
+const PLAIN_DATA: [(&str, &str); 20] = [
     ("arena/fencing.rs Context", "parameters of heap operations"),
     ("arena.rs Removed", "a result"),
     ("blocks/table.rs Block", "a row of the table, filled in by the arena and the free index"),
     ("blocks/table.rs Segment", "a row of the table"),
     ("config/size_rules.rs SizeRules", "immutable once created"),
     ("heap.rs Freed", "a result"),
+    ("heap/debug.rs Debugged", "a result"),
     ("heap/revive.rs Revived", "a result"),
     ("heap/trim.rs Released", "a result"),
     ("history/segment_log.rs Retired", "the remainder of a dead segment"),

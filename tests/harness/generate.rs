@@ -12,8 +12,8 @@
 
 use proptest::prelude::*;
 use symmalloc_core::config::{
-    Config, ExpandableSegments, FixedSegments, PointerLookup, PoolConfig, Reclaim, RoundupPower2Divisions,
-    SegmentPolicy, Stitching, StreamPolicy,
+    Config, DebugOptions, ExpandableSegments, FixedSegments, PointerLookup, PoolConfig, Reclaim,
+    RoundupPower2Divisions, SegmentPolicy, Stitching, StreamPolicy,
 };
 use symmalloc_core::op::{Contents, Op, Record};
 use symmalloc_core::units::{KIB, MIB};
@@ -128,6 +128,27 @@ impl Scenario {
             other => Some((other, access)),
         });
         Scenario::new(config, self.granularity_bytes, ops)
+    }
+
+    /// Returns the same scenario with debugging options in every pool. Pools that keep their memory do not unmap.
+    ///
+    /// # Panics
+    /// Never panics: the options are valid.
+    #[must_use]
+    pub fn with_debug(self, options: DebugOptions) -> Self {
+        let debugged = |pool: &PoolConfig| {
+            let keeps = pool.has_quota() || matches!(pool.segments(), SegmentPolicy::Reserved { .. });
+            let mut options = options;
+            options.unmap &= !keeps;
+            pool.to_builder().debug(options).build().expect("valid")
+        };
+        let config = self.config.to_builder().default_pool(debugged(self.config.default_pool())).build();
+        let ops = self.ops().map(|(op, access)| match op {
+            Op::CreatePool { pool, config } => (Op::CreatePool { pool, config: Box::new(debugged(&config)) }, access),
+            other => (other, access),
+        });
+        let ops: Vec<_> = ops.collect();
+        Scenario::new(config.expect("valid"), self.granularity_bytes, ops)
     }
 
     /// Returns the same scenario, with the other access for every op.

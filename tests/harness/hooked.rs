@@ -1,7 +1,9 @@
 //! A backend with a hook on every call, with which a test can compare the calls of ranks, yield to other threads inside of calls, or panic
 //! there.
 
-use symmalloc_core::backend::{Backend, BackendError, Event, Image, Part, Range, RangeOffset};
+use symmalloc_core::backend::{
+    Backend, BackendError, Bytes, Compared, Comparison, DeviceAddress, Event, Image, Part, Range, RangeOffset,
+};
 use symmalloc_core::base::{Base, BaseError, SLOT_BYTES};
 use symmalloc_core::{PoolId, StreamId};
 
@@ -23,6 +25,8 @@ pub enum DeviceCall {
     Load { parts: usize },
     Zero { parts: usize },
     Discard,
+    Fill { stream: StreamId },
+    Compare { stream: StreamId },
 }
 
 /// A backend that notifies `hook` and then forwards the call to `inner`.
@@ -91,6 +95,27 @@ impl<B: Backend, F: Fn(DeviceCall)> Backend for Hooked<B, F> {
     }
     fn synchronize(&self, stream: StreamId) -> Result<(), BackendError> {
         self.pass(DeviceCall::Synchronize { stream }, |inner| inner.synchronize(stream))
+    }
+    fn reports_blocks(&self) -> bool {
+        self.inner.reports_blocks()
+    }
+    fn block_allocated(&self, stream: StreamId, bytes: Bytes, name: Option<&str>) {
+        self.inner.block_allocated(stream, bytes, name);
+    }
+    fn block_freed(&self, address: DeviceAddress) {
+        self.inner.block_freed(address);
+    }
+    fn is_captured(&self, stream: StreamId) -> bool {
+        self.inner.is_captured(stream)
+    }
+    fn fill(&self, stream: StreamId, bytes: Bytes, pattern: u32) -> Result<(), BackendError> {
+        self.pass(DeviceCall::Fill { stream }, |inner| inner.fill(stream, bytes, pattern))
+    }
+    fn compare(&self, stream: StreamId, bytes: Bytes, pattern: u32) -> Result<Option<Comparison>, BackendError> {
+        self.pass(DeviceCall::Compare { stream }, |inner| inner.compare(stream, bytes, pattern))
+    }
+    fn compared(&self, comparison: Comparison) -> Result<Compared, BackendError> {
+        self.inner.compared(comparison)
     }
     fn save(&self, pool: PoolId, parts: &[Part]) -> Result<Image, BackendError> {
         self.pass(DeviceCall::Save { parts: parts.len() }, |inner| inner.save(pool, parts))

@@ -1,10 +1,12 @@
 //! The command-line arguments: all commands and their flags.
 
+mod location;
 mod plan_contradiction;
 mod policy;
 mod reading;
 mod run;
 
+pub(crate) use location::Location;
 pub(crate) use plan_contradiction::PlanFlagContradiction;
 pub(crate) use policy::{FlagContradiction, PolicyArgs};
 pub(crate) use reading::ReadingArgs;
@@ -120,6 +122,25 @@ lived_before, lived_before_bytes (at the start of the recording), is_overwritten
 recorded_reserved_bytes_peak (null if the recording lacks it),
 and what was added or left out: frees_supplied, frees_of_unknown, uses_of_unknown, failed_allocations (written as
 `refuse`), empty_allocations, unknown_actions, unknown_kinds ({kind: number}), torn_at_line (null, or the line at which the recording is truncated).
+
+Exit codes: 0 success, 2 invalid input.";
+
+const ADDRESS_EXAMPLES: &str = "\
+Examples:
+  symmalloc address 0x7f1234567000 snapshot.pickle      the address that an error of CUDA or a tool names
+  symmalloc address 0x7f1234567000 flight.json          a flight record with allocations: symmalloc.flight_record(path, devices=[0])
+  symmalloc address 3@131074048 rank0.trace.zst         a place that `replay`, `diff` or a report names: segment 3, offset in bytes
+
+Snapshots, RMM logs and flight records contain the addresses of the recorded process. Sizes are the requested ones. The ops of a
+flight record count those of each heap, and are null for live allocations. A trace contains no addresses, and
+places only if it was recorded, or written by `replay --record`.
+
+JSON: schema_version, address, containing (an array, newest first), before, after (null, or the nearest allocations that were live
+when the newest one was allocated, or at the end if no allocation contained the address). Each allocation is an object:
+  allocation, allocated_at_op, freed_at_op (null if it is not freed)    counted from 0
+  name, pool, stream, used_by (other streams), size_bytes
+  segment               the segment's ordinal in its heap; null if start is an address
+  start                 the address of the first byte, or its offset in the segment
 
 Exit codes: 0 success, 2 invalid input.";
 
@@ -307,6 +328,7 @@ pub(crate) enum Command {
     Replay(ReplayArgs),
     Simulate(SimulateArgs),
     Diff(DiffArgs),
+    Address(AddressArgs),
     Import(ImportArgs),
     Export(ExportArgs),
     Chart(ChartArgs),
@@ -421,6 +443,23 @@ pub(crate) struct ImportArgs {
     pub(crate) input: PathBuf,
     #[command(flatten)]
     pub(crate) output: OutputArgs,
+    #[command(flatten)]
+    pub(crate) reading: ReadingArgs,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Show which allocation of a recording contained an address, and its neighbors
+#[derive(Debug, clap::Args)]
+#[command(after_help = ADDRESS_EXAMPLES)]
+pub(crate) struct AddressArgs {
+    /// An address of the recorded process, or a place in a trace: SEGMENT@OFFSET
+    #[arg(value_name = "ADDRESS")]
+    pub(crate) address: Location,
+    /// A PyTorch memory snapshot, an RMM log or a trace; plain, gzip or zstd; `-` for standard input
+    #[arg(value_name = "RECORDING")]
+    pub(crate) input: PathBuf,
     #[command(flatten)]
     pub(crate) reading: ReadingArgs,
     /// Print JSON

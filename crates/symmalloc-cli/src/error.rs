@@ -30,6 +30,8 @@ use thiserror::Error;
 pub(crate) enum CliError {
     #[error(transparent)]
     Import(#[from] ImportError),
+    #[error("{}: a trace contains no addresses, which differ between ranks", path.display())]
+    NoAddresses { path: PathBuf },
     #[error("{}: the recorded ops contradict each other", path.display())]
     Program { path: PathBuf, source: ReplayError },
     #[error("{}: cannot be replayed", path.display())]
@@ -184,6 +186,9 @@ impl CliError {
             }
             CliError::ImpossiblePlacement { .. } => {
                 "record the job again, or delete the placement: without placements, our allocator places the allocations"
+            }
+            CliError::NoAddresses { .. } => {
+                "give a place, SEGMENT@OFFSET, or a snapshot or log of the process; in the process itself, call explain_address"
             }
             CliError::UnknownPage { .. } => "use a file name that ends in .html",
             CliError::NoSuchOp { .. } => "ops are counted from 0; omit --op to show the peak",

@@ -32,6 +32,11 @@ pub(crate) fn records(path: &Path, reading: &ReadingArgs) -> Result<Recording, C
     recording_with(path, &ReadOptions::from(reading))
 }
 
+/// Reads a recording with the addresses of its allocations, if it has any, for a command that makes no copies of it.
+pub(crate) fn recording_with_addresses(path: &Path, reading: &ReadingArgs) -> Result<Recording, CliError> {
+    recording_with(path, &ReadOptions::from(reading).addresses())
+}
+
 /// Reads a recording with its Python stacks, if it has any.
 pub(crate) fn recording_with_stacks(path: &Path, reading: &ReadingArgs) -> Result<Recording, CliError> {
     recording_with(path, &ReadOptions::from(reading).copies(COPIES).stacks())

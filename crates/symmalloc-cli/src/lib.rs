@@ -6,6 +6,7 @@
 //! args ───────┤                          └─► address    address_order (model)  ─┴─► screen, or JSON
 //!             ├─ simulate ► whole jobs on adverse ranks (symmalloc-sim)
 //!             ├─ diff ───► comparison of two recordings, or of all ranks' flight records
+//!             ├─ address ► the allocation that contained an address
 //!             ├─ import ─► a trace
 //!             ├─ export ─► a PyTorch snapshot
 //!             ├─ chart ──► pictures
@@ -31,6 +32,7 @@
 //! Exit codes: 0 success, 3 ranks differ or memory is refused, 2 invalid input. Results go to stdout, errors and progress to stderr.
 #![forbid(unsafe_code)]
 
+mod address;
 pub mod address_order;
 mod args;
 mod beginning;
@@ -127,6 +129,7 @@ fn carry_out(command: &Command) -> Result<Verdict, CliError> {
         Command::Replay(args) => replay::replay(args),
         Command::Simulate(args) => simulate::simulate(args),
         Command::Diff(args) => diff::run(args),
+        Command::Address(args) => address::address(args),
         Command::Import(args) => import::import(args),
         Command::Export(args) => export::export(args),
         Command::Chart(args) => chart::chart(args),

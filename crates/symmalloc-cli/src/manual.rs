@@ -12,10 +12,11 @@ use clap_mangen::Man;
 use std::io;
 
 /// The arguments that name recordings, by command.
-const RECORDINGS: [(&str, &str); 8] = [
+const RECORDINGS: [(&str, &str); 9] = [
     ("replay", "traces"),
     ("simulate", "traces"),
     ("diff", "files"),
+    ("address", "input"),
     ("import", "input"),
     ("export", "input"),
     ("chart", "input"),

@@ -17,7 +17,7 @@
 #![forbid(unsafe_code)]
 
 use std::collections::BTreeSet;
-use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Part, Range, Reason};
+use symmalloc_core::backend::{Backend, BackendError, Bytes, Compared, DeviceAddress, Event, Part, Range, Reason};
 use symmalloc_core::base::{Base, BaseError, SLOT_BYTES};
 use symmalloc_core::{PoolId, StreamId};
 
@@ -84,6 +84,7 @@ pub fn check<B: Backend + Send + Sync>(make: impl Fn() -> B) -> Vec<Capability> 
         an_idle_or_unused_stream_can_be_synchronized,
         ten_thousand_events_come_and_go,
         calls_come_from_any_thread,
+        filled_bytes_hold_the_pattern_if_the_backend_can_compare,
     );
     let lacking = lacking(&make());
     if !lacking.contains(&Capability::Alias) {
@@ -551,6 +552,30 @@ fn some_of_what_was_saved_can_be_copied_back(backend: &impl Backend) {
     backend.load(image, &[]).expect("the backend should load saved contents");
     backend.discard(image);
     give_back(backend, range);
+}
+
+/// Bytes that are not aligned, next to others with a different pattern.
+fn filled_bytes_hold_the_pattern_if_the_backend_can_compare(backend: &impl Backend) {
+    let range = reserve(backend, 1);
+    map(backend, range, 0..1);
+    let whole = Bytes { address: range.base, size_bytes: 512 };
+    let part = Bytes { address: DeviceAddress(range.base.0 + 3), size_bytes: 262 };
+    let (pattern, other) = (0x0403_0201, 0x1413_1211);
+    backend.fill(S0, whole, other).expect("fill");
+    backend.fill(S0, part, pattern).expect("fill");
+    let equal = Compared::Equal;
+    let first_differs = Compared::Different { offset_bytes: 0 };
+    let later_differs = Compared::Different { offset_bytes: 3 };
+    for (bytes, pattern, expected) in
+        [(part, pattern, equal), (part, other, first_differs), (whole, other, later_differs)]
+    {
+        let Some(comparison) = backend.compare(S0, bytes, pattern).expect("compare") else { continue };
+        backend.synchronize(S0).expect("synchronize");
+        assert_eq!(backend.compared(comparison).expect("compared"), expected);
+    }
+    backend.synchronize(S0).expect("synchronize");
+    unmap(backend, range, 0..1);
+    backend.release(range).expect("release");
 }
 
 fn parts_can_be_made_zero(backend: &impl Backend) {

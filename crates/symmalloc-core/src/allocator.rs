@@ -21,6 +21,9 @@
 //! Statistics over all heaps and the recording are updated after a decision. They influence none. While a recording is
 //! active, ops pass its gate one at a time.
 
+mod address;
+mod debug_state;
+mod debugging;
 mod destroyed;
 mod gate;
 mod guard;
@@ -39,7 +42,9 @@ mod restore;
 mod save;
 mod sleep;
 mod steps;
+mod watched;
 
+pub use address::{AddressBlock, AddressReport};
 pub use guard::AllocationGuard;
 pub use lookup::SegmentPosition;
 pub use observers::Unread;
@@ -70,6 +75,7 @@ use crate::types::groups::Groups;
 use crate::types::handle::{Allocation, Handle};
 use crate::types::ids::{HeapId, HeapNumber, PoolId, StreamGroup, StreamId};
 use crate::types::units::{SEGMENT_BYTES_MAX, UNIT_BYTES, Units, bytes, units};
+use debug_state::DebugState;
 use destroyed::Destroyed;
 use gate::{Gate, Recorder, Request};
 use pool::{HeapCell, HeapGuard, PoolHeap, PoolRef, PoolSlot, reserve_addresses};
@@ -131,6 +137,8 @@ pub struct Allocator<B: Backend, L: Lock> {
     program_order: Arc<ProgramOrder>,
     /// The gate through which recorded ops pass one at a time. Taken before every other lock.
     recorder: Recorder<L>,
+    /// What the debugging options of all heaps have in common.
+    debug: DebugState<L>,
 }
 
 impl<B: Backend> Allocator<B, Exclusive> {
@@ -172,7 +180,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let default_pool = config.default_pool().clone().that_works(can_alias);
         let addresses = reserve_addresses(&backend, PoolId::DEFAULT, &default_pool).map_err(Box::new)?;
         pools.push(|_| PoolSlot::new(PoolId::DEFAULT, default_pool, addresses));
-        Ok(Allocator {
+        let allocator = Allocator {
             context: Context {
                 backend,
                 clocks: L::Cell::new(StreamClocks::default()),
@@ -194,8 +202,13 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             failure_callback: L::Cell::new(None),
             program_order: Arc::new(ProgramOrder::new(L::IS_EXCLUSIVE)),
             recorder: Recorder::new(number),
+            debug: DebugState::new(),
             config,
-        })
+        };
+        if allocator.context.backend.reports_blocks() || !allocator.config.default_pool().debug().is_off() {
+            allocator.recorder.begin_debugging();
+        }
+        Ok(allocator)
     }
 
     /// Returns the backend.
@@ -237,10 +250,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// See [`AllocateError`]; nothing is allocated then.
     pub fn allocate(&self, pool: PoolId, stream: StreamId, size_bytes: u64) -> Result<Allocation, AllocateError> {
-        if self.is_recording() {
-            return self.allocate_recorded(Request { pool, stream, size_bytes }, None);
+        if self.recorder.is_watched() {
+            return self.allocate_watched(Request { pool, stream, size_bytes }, None);
         }
-        self.allocate_in_pool(pool, stream, size_bytes, None, None)
+        self.allocate_in_pool(Request { pool, stream, size_bytes }, None)
     }
 
     /// Allocates like [`allocate`](Self::allocate), and names the allocation for snapshots and reports.
@@ -271,22 +284,35 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         size_bytes: u64,
         name: &Arc<str>,
     ) -> Result<Allocation, AllocateError> {
-        if self.is_recording() {
-            return self.allocate_recorded(Request { pool, stream, size_bytes }, Some(name));
+        if self.recorder.is_watched() {
+            return self.allocate_watched(Request { pool, stream, size_bytes }, Some(name));
         }
-        self.allocate_in_pool(pool, stream, size_bytes, Some(name), None)
+        self.allocate_in_pool(Request { pool, stream, size_bytes }, Some(name))
     }
 
-    /// Performs all steps of an allocation. The gate is held while a recording is active.
+    /// Performs all steps of an allocation that is neither recorded nor debugged.
     #[inline(always)]
-    fn allocate_in_pool<'a>(
-        &'a self,
-        pool: PoolId,
-        stream: StreamId,
-        size_bytes: u64,
-        name: Option<&Arc<str>>,
-        gate: Option<&mut Gate<'a, L>>,
-    ) -> Result<Allocation, AllocateError> {
+    fn allocate_in_pool(&self, request: Request, name: Option<&Arc<str>>) -> Result<Allocation, AllocateError> {
+        let Request { stream, size_bytes, .. } = request;
+        let (heap, mut locked) = self.lock_heap(request)?;
+        let placed = locked.allocate(&self.context, stream, size_bytes, name);
+        drop(locked);
+        let allocation = match placed {
+            Ok(allocation) => allocation,
+            Err(shortage) => self.retry(request, heap, shortage, None, move |heap| {
+                heap.allocate(&self.context, stream, size_bytes, name)
+            })?,
+        };
+        if allocation.size_bytes > 0 {
+            self.count_allocation(units(allocation.size_bytes), size_bytes);
+        }
+        Ok(allocation)
+    }
+
+    /// Returns the heap of a request, and locks it. Creates it at the first request.
+    #[inline(always)]
+    fn lock_heap(&self, request: Request) -> Result<(&HeapCell<L>, HeapGuard<'_, L>), AllocateError> {
+        let Request { pool, stream, size_bytes } = request;
         if size_bytes > SEGMENT_BYTES_MAX {
             return Err(AllocateError::TooLarge { requested_bytes: size_bytes });
         }
@@ -299,18 +325,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             drop(locked);
             locked = self.remake_heap(pool, stream, heap)?;
         }
-        let placed = locked.allocate(&self.context, stream, size_bytes, name);
-        drop(locked);
-        let allocation = match placed {
-            Ok(allocation) => allocation,
-            Err(shortage) => self.retry(Request { pool, stream, size_bytes }, heap, shortage, gate, move |heap| {
-                heap.allocate(&self.context, stream, size_bytes, name)
-            })?,
-        };
-        if allocation.size_bytes > 0 {
-            self.count_allocation(units(allocation.size_bytes), size_bytes);
-        }
-        Ok(allocation)
+        Ok((heap, locked))
     }
 
     /// Frees an allocation. The memory can be reused at once: on the device, its next user waits for the uses so far.
@@ -319,8 +334,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// Returns an error if the handle is not live here, or the driver cannot fence the uses; the allocation is still live then.
     pub fn free(&self, handle: Handle) -> Result<(), FreeError> {
-        if self.is_recording() {
-            return self.free_recorded(handle).map(drop);
+        if self.recorder.is_watched() {
+            return self.free_watched(handle).map(drop);
         }
         let mut heap = self.heap_of(handle)?.lock();
         let freed = heap.free(&self.context, handle)?;
@@ -334,8 +349,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// Returns an error if no live allocation starts there. See also [`free`](Self::free).
     pub fn free_at(&self, address: DeviceAddress) -> Result<u64, FreeError> {
-        if self.is_recording() {
-            return self.free_recorded(self.handle_at(address)?).map(|freed| bytes(freed.size));
+        if self.recorder.is_watched() {
+            return self.free_at_watched(address);
         }
         let (heap, freed) = self.at(address, |heap| heap.free_at(&self.context, address))?;
         let freed = freed?;
@@ -431,6 +446,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// fails; every heap is consistent then and the rest can be trimmed again.
     pub fn trim_pool(&self, pool: PoolId) -> Result<u64, TrimError> {
         let mut gate = self.gate();
+        self.check_guards_of(pool);
         let released = match self.pool(pool) {
             Ok(entry) => self.release_free(entry, None),
             Err(unknown) => {
@@ -452,6 +468,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Returns an error if the driver fails; every heap is consistent then and the rest can be trimmed again.
     pub fn trim_all(&self) -> Result<u64, TrimError> {
         let mut gate = self.gate();
+        self.check_guards(None);
         let pools = self.listed_pools().filter(|entry| !entry.config().has_quota() || entry.is_destroyed());
         let trims = pools.map(|entry| match entry.is_destroyed() {
             true => self.trim_destroyed(entry),
@@ -567,6 +584,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let group = self.heap_group(entry, stream);
         let make = |number| {
             let mut heap = self.empty_heap(entry, HeapId { pool, group }, number);
+            heap.enable_debugging(self.debug.totals());
             observers.of_pool(pool).for_each(|observer| heap.observe(observer));
             if entry.config().symmetric() && self.config.history_ops() > 0 {
                 heap.enable_journal(self.config.history_ops(), Arc::clone(&self.program_order));
@@ -624,6 +642,7 @@ impl<B: Backend, L: Lock> Drop for Allocator<B, L> {
     /// Ends a recording and releases all memory, including live allocations. Memory that the driver fails to release
     /// exists until its context ends.
     fn drop(&mut self) {
+        self.end_debugging();
         self.end_recording();
         self.all_heaps().for_each(|heap| heap.lock().abandon(&self.context));
         self.listed_pools().for_each(|entry| {

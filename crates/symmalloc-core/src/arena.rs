@@ -18,7 +18,7 @@ pub(crate) mod addresses;
 pub(crate) mod fencing;
 
 use crate::blocks::offsets::OffsetIndex;
-use crate::blocks::table::{Block, BlockState, BlockTable, Location, Segment, Slot};
+use crate::blocks::table::{Block, BlockState, BlockTable, Location, QUARANTINED, Segment, Slot};
 use crate::blocks::{FreeIndex, FreeKey};
 use crate::config::size_rules::{SizeClass, SizeRules};
 use crate::history::segment_log::Extents;
@@ -530,6 +530,21 @@ impl Arena {
                 block.state = BlockState::Free { stream, since: Tick::MAX };
                 self.link(slot);
             }
+        }
+    }
+
+    /// Keeps a block that the program has freed out of the free index.
+    pub(crate) fn quarantine(&mut self, slot: Slot) {
+        if let BlockState::Allocated { serial, .. } = &mut self.table.block_mut(slot).state {
+            *serial = QUARANTINED;
+        }
+    }
+
+    /// Returns the stream of a quarantined block.
+    pub(crate) fn quarantined_stream(&self, slot: Slot) -> StreamId {
+        match self.table.block(slot).state {
+            BlockState::Allocated { stream, serial: QUARANTINED, .. } => stream,
+            state => unreachable!("the block is not in quarantine: {state:?}"),
         }
     }
 

@@ -1,5 +1,7 @@
 //! Configuration: the program's choices as values and as text, the rules that follow from them, and their errors.
 
+pub(crate) mod damage;
+mod debug;
 pub mod errors;
 pub(crate) mod nearest;
 pub mod op;
@@ -9,6 +11,7 @@ pub(crate) mod size_rules;
 mod stitching;
 pub mod text;
 
+pub use debug::DebugOptions;
 pub(crate) use policy::in_range;
 pub use policy::{
     Config, ConfigBuilder, ConfigError, ExpandableSegments, FixedSegments, PlanPolicy, PointerLookup, PoolConfig,

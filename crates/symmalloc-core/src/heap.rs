@@ -12,6 +12,7 @@
 //! | [`StitchedRanges`] | the addresses that map memory a second time; empty unless the pool stitches |
 //! | [`FixedAddresses`] | the addresses of the pool, which its heaps share; only in a pool with a base |
 //! | [`Mappings`] | what a sleeping heap must map again; only while it sleeps |
+//! | [`HeapDebugger`] | guards, patterns and the quarantine; optional |
 //!
 //! The [`RequestMode`] decides how a request is served. Work that needs the driver is in separate files: [`acquire`]
 //! and [`stitch`] if no free block fits, [`fencing`](crate::arena::fencing) if other streams used a block, and [`trim`]
@@ -32,6 +33,8 @@
 //! fields, and the fields of each part are private to the part. Other modules call methods.
 
 mod acquire;
+pub(crate) mod debug;
+pub(crate) mod debugger;
 mod follow;
 pub(crate) mod invariants;
 mod record;
@@ -45,7 +48,7 @@ pub(crate) mod view;
 use crate::arena::Arena;
 use crate::arena::addresses::FixedAddresses;
 use crate::arena::fencing::{Context, DynContext};
-use crate::blocks::table::{Block, BlockState, Location, Slot};
+use crate::blocks::table::{Block, BlockState, Location, QUARANTINED, Slot};
 use crate::config::PoolConfig;
 use crate::config::errors::{FreeError, HandleError, OutOfMemoryCause};
 use crate::config::size_rules::SizeRules;
@@ -62,6 +65,7 @@ use crate::types::backend::{Backend, BackendError, DeviceAddress};
 use crate::types::handle::{Allocation, Handle};
 use crate::types::ids::{HeapId, HeapNumber, Placement, StreamId};
 use crate::types::units::{Units, bytes};
+use debugger::HeapDebugger;
 use std::num::NonZeroU64;
 use std::sync::Arc;
 
@@ -131,6 +135,8 @@ pub(crate) struct Heap<L: Lock> {
     stitched: StitchedRanges,
     /// The plans; created at the first step or plan.
     plans: Option<Box<HeapPlans>>,
+    /// The debugger; `None` unless the pool has debugging options.
+    debugger: Option<Box<HeapDebugger>>,
 }
 
 /// The mode in which a heap serves requests. Frees do not depend on the mode.
@@ -191,6 +197,7 @@ impl<L: Lock> Heap<L> {
             log,
             stitched: StitchedRanges::default(),
             plans: None,
+            debugger: None,
             config,
         }
     }
@@ -381,7 +388,7 @@ impl<L: Lock> Heap<L> {
     pub(crate) fn live_handles(&self) -> Vec<Handle> {
         let slots = self.arena.all_blocks().into_iter().chain(self.places().iter().copied());
         let live = slots.filter_map(|slot| match self.arena.block(slot).state {
-            BlockState::Allocated { serial, .. } => Some(self.handle(slot, serial)),
+            BlockState::Allocated { serial, .. } if serial != QUARANTINED => Some(self.handle(slot, serial)),
             _ => None,
         });
         let mut live: Vec<Handle> = live.collect();
@@ -410,16 +417,22 @@ impl<L: Lock> Heap<L> {
         }
         self.ledger.note_free((slot, location), size, stream, requested);
         if !is_place {
-            if let Some(plans) = &mut self.plans {
-                plans.note_free(slot);
-            }
-            self.arena.coalesce(slot);
-            if !self.stitched.is_empty() && self.arena.segment(segment).is_stitched {
-                self.stitched.empty_if_unused(&mut self.arena, segment);
-            }
+            self.merge_free(slot, segment);
         }
         self.arena.recycle_spent(context);
         Freed { size, requested_bytes: requested }
+    }
+
+    /// Merges a new free block with its free neighbors.
+    #[inline(always)]
+    fn merge_free(&mut self, slot: Slot, segment: u32) {
+        if let Some(plans) = &mut self.plans {
+            plans.note_free(slot);
+        }
+        self.arena.coalesce(slot);
+        if !self.stitched.is_empty() && self.arena.segment(segment).is_stitched {
+            self.stitched.empty_if_unused(&mut self.arena, segment);
+        }
     }
 
     /// Records that work on `stream` uses the allocation.

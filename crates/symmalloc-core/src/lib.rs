@@ -193,6 +193,13 @@ pub use history::{layout, segment_log};
 pub use sync::lock;
 pub use types::{backend, base, groups, ids, units};
 
+/// The results of debugging options: damage that they found, and reports on addresses. `docs/memory-errors.md` shows their use.
+pub mod debug {
+    pub use crate::allocator::{AddressBlock, AddressReport};
+    pub use crate::config::DebugOptions;
+    pub use crate::config::damage::{DebugRecord, MemoryDamage, MemoryFault};
+}
+
 /// Results and errors of restoring and reviving a [`Layout`].
 pub mod restore {
     pub use crate::allocator::{Restored, RestoredAllocation, RestoredHeap, RevivedPlace};

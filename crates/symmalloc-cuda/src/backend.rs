@@ -5,15 +5,17 @@ use crate::device::CudaDevice;
 use crate::driver::{HANDLE_FABRIC, HANDLE_POSIX_FD};
 use crate::error::CudaError;
 use crate::memory::{
-    AllocationKind, BackendMemory, DriverAllocations, ExportedHandle, HandleKind, Images, MemorySource, Prefetching,
-    VirtualMemory, VirtualOptions,
+    AllocationKind, BackendMemory, BlockReports, DriverAllocations, ExportedHandle, HandleKind, Images, MemorySource,
+    Prefetching, VirtualMemory, VirtualOptions,
 };
-use crate::streams::BackendStreams;
+use crate::streams::{BackendStreams, Comparisons};
 use std::fmt;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
-use symmalloc_core::backend::{Backend, BackendError, Event, Image, Part, Range, RangeOffset};
+use symmalloc_core::backend::{
+    Backend, BackendError, Bytes, Compared, Comparison, DeviceAddress, Event, Image, Part, Range, RangeOffset,
+};
 use symmalloc_core::base::{Base, BaseError};
 use symmalloc_core::ids::{PoolId, StreamId};
 
@@ -24,10 +26,13 @@ const WHOLE_GRANULARITY_BYTES: u64 = 2 << 20;
 pub struct CudaBackend {
     // Dropped first: it needs the device, but not the streams.
     memory: Box<dyn BackendMemory>,
+    comparisons: Comparisons,
     streams: BackendStreams,
     traits: MemoryTraits,
     images: Images,
     listener: Option<Listener>,
+    /// Reports of blocks to compute-sanitizer, if the process runs under it.
+    reports: Option<BlockReports>,
 }
 
 /// A range of memory that a backend has mapped or is about to unmap, as passed to [`CudaBackendBuilder::listener`].
@@ -167,11 +172,13 @@ impl CudaBackendBuilder {
         let CudaBackendBuilder { device, options, plain, images_in, source, listener } = self;
         let images = Images::new(Arc::clone(&device), images_in);
         let streams = BackendStreams::new(Arc::clone(&device));
+        let comparisons = Comparisons::new(Arc::clone(&device));
+        let reports = BlockReports::of_process(&device);
         let none = MemoryTraits { virtual_memory: false, posix_fd: false, fabric: false, gpu_direct_rdma: false };
         if let Some(source) = source {
             let kind = AllocationKind::Source(source);
             let memory = Box::new(DriverAllocations::new(device, kind, WHOLE_GRANULARITY_BYTES));
-            return Ok(CudaBackend { memory, streams, traits: none, images, listener });
+            return Ok(CudaBackend { memory, comparisons, streams, traits: none, images, listener, reports });
         }
         if plain || !device.features().virtual_memory {
             if let Some(&peer) = options.peers.first() {
@@ -184,7 +191,7 @@ impl CudaBackendBuilder {
                 "device memory comes from cuMemAlloc: expandable segments and NCCL windows are unavailable",
             );
             let memory = Box::new(DriverAllocations::new(device, AllocationKind::Device, WHOLE_GRANULARITY_BYTES));
-            return Ok(CudaBackend { memory, streams, traits: none, images, listener });
+            return Ok(CudaBackend { memory, comparisons, streams, traits: none, images, listener, reports });
         }
         let memory = VirtualMemory::new(device, &options, Arc::clone(images.fills()))?;
         let traits = MemoryTraits {
@@ -196,7 +203,7 @@ impl CudaBackendBuilder {
         tracing::debug!(name: "memory.virtual", target: "symmalloc", ?traits, chunk_bytes = options.chunk_bytes);
         let memory: Box<dyn BackendMemory> =
             if memory.is_prefetched() { Box::new(Prefetching::new(memory)) } else { Box::new(memory) };
-        Ok(CudaBackend { memory, streams, traits, images, listener })
+        Ok(CudaBackend { memory, comparisons, streams, traits, images, listener, reports })
     }
 }
 
@@ -244,6 +251,14 @@ impl CudaBackend {
         }
     }
 
+    fn note_mapped(&self, range: Range) {
+        self.reports.iter().for_each(|reports| reports.mapped(range));
+    }
+
+    fn forget_range(&self, range: Range) {
+        self.reports.iter().for_each(|reports| reports.released(range));
+    }
+
     /// Returns the capabilities of the memory.
     pub fn traits(&self) -> MemoryTraits {
         self.traits
@@ -271,6 +286,11 @@ impl PinnedBackend {
 }
 
 impl PinnedBackend {
+    /// Pinned memory is not reported to tools.
+    fn note_mapped(&self, _range: Range) {}
+
+    fn forget_range(&self, _range: Range) {}
+
     /// Pinned memory has no listener.
     fn notify(&self, _is_mapped: bool, _range: Range, _offset_bytes: u64, _size_bytes: u64) {}
 }
@@ -371,12 +391,14 @@ macro_rules! backend {
             }
             fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
                 self.watch(DeviceCall::Map, || self.memory.map(range, offset_bytes, size_bytes))?;
+                self.note_mapped(range);
                 self.notify(true, range, offset_bytes, size_bytes);
                 Ok(())
             }
             fn map_pieces(&self, at: RangeOffset, size_bytes: u64, piece_bytes: u64) -> Result<(), BackendError> {
                 let map = || self.memory.map_pieces(at, size_bytes, piece_bytes);
                 self.watch(DeviceCall::Map, map)?;
+                self.note_mapped(at.0);
                 self.notify(true, at.0, at.1, size_bytes);
                 Ok(())
             }
@@ -385,13 +407,16 @@ macro_rules! backend {
             }
             fn alias(&self, at: RangeOffset, source: RangeOffset, piece_bytes: u64) -> Result<(), BackendError> {
                 let alias = || self.memory.alias(at, source, piece_bytes);
-                self.watch(DeviceCall::Map, alias)
+                self.watch(DeviceCall::Map, alias)?;
+                self.note_mapped(at.0);
+                Ok(())
             }
             fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
                 self.notify(false, range, offset_bytes, size_bytes);
                 self.watch(DeviceCall::Unmap, || self.memory.unmap(range, offset_bytes, size_bytes))
             }
             fn release(&self, range: Range) -> Result<(), BackendError> {
+                self.forget_range(range);
                 self.watch(DeviceCall::Release, || self.memory.release(range))
             }
             fn record(&self, stream: StreamId) -> Result<Event, BackendError> {
@@ -446,6 +471,27 @@ backend! {
     }
     fn zero(&self, parts: &[Part]) -> Result<(), BackendError> {
         self.images.zero(parts)
+    }
+    fn reports_blocks(&self) -> bool {
+        self.reports.is_some()
+    }
+    fn block_allocated(&self, stream: StreamId, bytes: Bytes, name: Option<&str>) {
+        self.reports.iter().for_each(|reports| reports.allocated(bytes, name, self.streams.is_captured(stream)));
+    }
+    fn block_freed(&self, address: DeviceAddress) {
+        self.reports.iter().for_each(|reports| reports.freed(address));
+    }
+    fn is_captured(&self, stream: StreamId) -> bool {
+        self.streams.is_captured(stream)
+    }
+    fn fill(&self, stream: StreamId, bytes: Bytes, pattern: u32) -> Result<(), BackendError> {
+        self.comparisons.fill(&self.streams, stream, bytes, pattern)
+    }
+    fn compare(&self, stream: StreamId, bytes: Bytes, pattern: u32) -> Result<Option<Comparison>, BackendError> {
+        self.comparisons.compare(&self.streams, stream, bytes, pattern)
+    }
+    fn compared(&self, comparison: Comparison) -> Result<Compared, BackendError> {
+        self.comparisons.compared(&self.streams, comparison)
     }
 }
 backend!(PinnedBackend);

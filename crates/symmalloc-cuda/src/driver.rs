@@ -202,6 +202,7 @@ driver_calls! {
     copy_to_host = cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, count: usize, stream: CUstream);
     copy_to_device = cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: *const c_void, count: usize, stream: CUstream);
     memset_async = cuMemsetD8Async(address: CUdeviceptr, value: u8, count: usize, stream: CUstream);
+    memset32_async = cuMemsetD32Async(address: CUdeviceptr, value: c_uint, count: usize, stream: CUstream);
     event_create = cuEventCreate(event: *mut CUevent, flags: c_uint);
     event_destroy = cuEventDestroy_v2(event: CUevent);
     event_record = cuEventRecord(event: CUevent, stream: CUstream);

@@ -2,6 +2,7 @@
 
 mod backend_streams;
 mod captures;
+mod comparisons;
 mod event_pool;
 mod lent;
 
@@ -9,4 +10,5 @@ pub(crate) use backend_streams::BackendStreams;
 pub(crate) use backend_streams::is_same;
 pub use captures::CaptureWatch;
 pub(crate) use captures::{CaptureId, capture_of};
+pub(crate) use comparisons::Comparisons;
 pub use lent::LentStream;

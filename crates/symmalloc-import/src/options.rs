@@ -27,6 +27,8 @@ pub struct ReadOptions {
     pub accept_torn: bool,
     /// If `true`, the Python stacks of a PyTorch snapshot are read too.
     pub stacks: bool,
+    /// If `true`, the addresses of allocations are read too.
+    pub addresses: bool,
     /// Installed packages whose Python frames do not name allocations, besides PyTorch; `all` for every installed package. The innermost
     /// frame of other code is that of the program.
     pub libraries: Vec<String>,
@@ -49,6 +51,7 @@ impl Default for ReadOptions {
             device: None,
             accept_torn: false,
             stacks: false,
+            addresses: false,
             libraries: LIBRARIES.map(str::to_owned).to_vec(),
             memory_limit_bytes: None,
             copies: 0,
@@ -76,6 +79,13 @@ impl ReadOptions {
     #[must_use]
     pub fn stacks(mut self) -> Self {
         self.stacks = true;
+        self
+    }
+
+    /// Reads the addresses of allocations too, into [`Recording::addresses`](crate::Recording::addresses).
+    #[must_use]
+    pub fn addresses(mut self) -> Self {
+        self.addresses = true;
         self
     }
 

@@ -57,6 +57,9 @@ pub struct Recording {
     pub config: Option<Config>,
     /// The Python stacks of the allocations, if the [options](ReadOptions::stacks) ask for them and the recording has any.
     pub stacks: Option<Stacks>,
+    /// The address of each allocation in the recorded process, by its id, if the [options](ReadOptions::addresses) ask for them. `None` for
+    /// a trace, which contains no addresses.
+    pub addresses: Option<Vec<u64>>,
     /// The recorded program's name of each stream, by number: [`DEFAULT_STREAM`] or a handle. `None` for a stream without a handle. Empty
     /// for a trace that names no stream.
     pub stream_names: Vec<Option<String>>,
@@ -121,7 +124,7 @@ fn read_any(mut source: impl Read, options: &ReadOptions) -> Result<Recording, I
     if options.device.is_some() && format != Format::PyTorchSnapshot {
         return Err(ImportErrorKind::NoDevices);
     }
-    let (mut stacks, mut failure) = (None, None);
+    let (mut stacks, mut failure, mut addresses) = (None, None, None);
     let stream_names;
     let (mut device_free_bytes, mut failure_heaps) = (BTreeMap::new(), Vec::new());
     let (records, config, summary) = match format {
@@ -133,6 +136,7 @@ fn read_any(mut source: impl Read, options: &ReadOptions) -> Result<Recording, I
         Format::PyTorchSnapshot => {
             let mut transcript = pytorch::read(source, options)?;
             (stacks, failure) = (transcript.stacks.take(), transcript.failure.take());
+            addresses = transcript.addresses.take();
             device_free_bytes = std::mem::take(&mut transcript.device_free_bytes);
             failure_heaps = std::mem::take(&mut transcript.failure_heaps);
             stream_names = names_of(&transcript);
@@ -140,6 +144,7 @@ fn read_any(mut source: impl Read, options: &ReadOptions) -> Result<Recording, I
         }
         Format::RmmLog => {
             let mut transcript = rmm::read(source, options)?;
+            addresses = transcript.addresses.take();
             failure = transcript.failure.take();
             stream_names = names_of(&transcript);
             without_config(transcript.finish())
@@ -152,6 +157,7 @@ fn read_any(mut source: impl Read, options: &ReadOptions) -> Result<Recording, I
         compression,
         config,
         stacks,
+        addresses,
         stream_names,
         failure,
         failure_heaps,

@@ -103,6 +103,8 @@ pub(crate) struct Transcript {
     pub(crate) summary: Summary,
     /// Stacks of the allocations, if the log has any and its reader was asked for them.
     pub(crate) stacks: Option<Stacks>,
+    /// The address of each allocation, by its id, if the reader was asked for them.
+    pub(crate) addresses: Option<Vec<u64>>,
     /// The last request that the allocator refused.
     pub(crate) failure: Option<RecordedFailure>,
     /// The memory of each heap then, if the log shows it.
@@ -127,6 +129,7 @@ impl Transcript {
             records: HeldRecords::new(options.memory_limit(), options.copies),
             summary: Summary::default(),
             stacks: None,
+            addresses: options.addresses.then(Vec::new),
             failure: None,
             failure_heaps: Vec::new(),
             device_free_bytes: BTreeMap::new(),
@@ -178,6 +181,9 @@ impl Transcript {
             record = record.with_placement(placement);
         }
         self.push(record)?;
+        if let Some(addresses) = &mut self.addresses {
+            addresses.push(address.0);
+        }
         self.live.insert(address, OpenAllocation { id, stream, is_used: false });
         Ok(())
     }

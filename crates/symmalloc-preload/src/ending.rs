@@ -10,6 +10,8 @@ pub(crate) fn end(context: &'static Context) {
         return;
     }
     exit::keep(context);
+    // The reset releases the memory.
+    exit::report_damage(context);
     // The device may still use the memory. If the context is lost, the call fails and the context ends anyway.
     let _lost = context.allocator().device().synchronize();
     for found in LIVE.all().into_iter().filter(|found| std::ptr::eq(found.known.context, context)) {

@@ -36,7 +36,7 @@ pub(crate) fn begin() {
                 &json!({ "process": std::process::id(), "program": program(), "rank": rank() }),
             );
         }
-        if settings.folder.is_some() || settings.record.is_some() {
+        if settings.folder.is_some() || settings.record.is_some() || settings.is_debugged() {
             // SAFETY: the function takes nothing, and this library is never closed.
             let refused = unsafe { libc::atexit(finish) };
             if refused != 0 {
@@ -72,6 +72,9 @@ extern "C" fn finish() {
         let ended = std::mem::take(&mut *ENDED.lock().unwrap_or_else(PoisonError::into_inner));
         let serving = Context::all().filter(|context| !context.is_gone());
         let served = serving.map(|context| {
+            // Thread-local state of this thread, also that of the driver, may have been destroyed already.
+            let check = std::thread::Builder::new().spawn(move || report_damage(context));
+            let _panicked = check.map(std::thread::JoinHandle::join);
             recordings::stop(context.allocator());
             of_context(context)
         });
@@ -95,6 +98,19 @@ extern "C" fn finish() {
         });
         write_file(settings, "json", &report);
     });
+}
+
+/// Checks the memory of a context, if the configuration has debugging options, and reports damage on standard error. Blocks until the work
+/// of the context is done.
+pub(crate) fn report_damage(context: &Context) {
+    if !settings().is_some_and(Settings::is_debugged) {
+        return;
+    }
+    // Work of any stream may use memory of `cudaMalloc`. If the device is lost, nothing is found.
+    let _lost = context.allocator().device().synchronize();
+    while let Err(damage) = context.allocator().core().check_memory() {
+        say(format_args!("memory was damaged: {damage}"));
+    }
 }
 
 /// Stores the report of a context that is about to end, for the report at exit.

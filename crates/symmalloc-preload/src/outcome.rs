@@ -24,6 +24,7 @@ pub(crate) fn code_of_allocate(error: &AllocateError) -> c_int {
             _ => OUT_OF_MEMORY,
         },
         AllocateError::Fence { error, .. } => error.code,
+        AllocateError::Fault(fault) => fault.error.code,
         _ => UNKNOWN,
     }
 }
@@ -32,6 +33,7 @@ pub(crate) fn code_of_allocate(error: &AllocateError) -> c_int {
 pub(crate) fn code_of_free(error: &FreeError) -> c_int {
     match error {
         FreeError::Fence(error) => error.code,
+        FreeError::Fault(fault) => fault.error.code,
         FreeError::Handle(_) => INVALID_VALUE,
         _ => UNKNOWN,
     }

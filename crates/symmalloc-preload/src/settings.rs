@@ -57,6 +57,11 @@ pub(crate) fn settings() -> Option<&'static Settings> {
 }
 
 impl Settings {
+    /// Returns `true` if the configuration has debugging options.
+    pub(crate) fn is_debugged(&self) -> bool {
+        !self.config.default_pool().debug().is_off()
+    }
+
     fn read(variable: impl Fn(&str) -> Option<OsString>) -> Result<Self, SettingsError> {
         let text = |name: &'static str| match variable(name).map(OsString::into_string) {
             None => Ok(None),

@@ -1195,6 +1195,39 @@ symmalloc_status symmalloc_digest(struct symmalloc_allocator *allocator,
 symmalloc_status symmalloc_snapshot(struct symmalloc_allocator *allocator, uint8_t **bytes, size_t *len);
 
 /**
+ * Checks the memory of pools with the debugging options `canary` and `poison`, and writes the number of checked guards. Waits for the
+ * streams of their allocations. Without these options, checks nothing. See `docs/memory-errors.md`.
+ *
+ * Returns `SYMMALLOC_INVALID_STATE` if memory was damaged; the error names the allocation. Each damage is returned once.
+ *
+ * # Safety
+ * `allocator` is live; `checked` is valid for writing.
+ */
+symmalloc_status symmalloc_check_memory(struct symmalloc_allocator *allocator,
+                                        uint64_t *checked);
+
+/**
+ * Writes what the allocator knows about a device address: the allocation that contains it, its neighbors, and, in pools with debugging
+ * options, freed allocations that contained it. The address need not be valid. Free the text with `symmalloc_release_bytes`.
+ *
+ * # Safety
+ * `allocator` is live; `text` is valid for writing.
+ */
+symmalloc_status symmalloc_explain_address(struct symmalloc_allocator *allocator,
+                                           uint64_t address,
+                                           char **text);
+
+/**
+ * Writes the live allocations, and those that were freed in pools with debugging options, as a JSON array: the key `memory` of a flight
+ * record, for `symmalloc address`. Free the text with `symmalloc_release_bytes`.
+ *
+ * # Safety
+ * `allocator` is live; `json` is valid for writing.
+ */
+symmalloc_status symmalloc_memory_record(struct symmalloc_allocator *allocator,
+                                         char **json);
+
+/**
  * Writes a readable list of the live allocations, largest first. Free the text with `symmalloc_release_bytes`.
  *
  * # Safety

@@ -8,6 +8,7 @@ use symmalloc_agreement::AgreementError;
 use symmalloc_core::backend::{BackendError, Reason};
 use symmalloc_core::base::BaseError;
 use symmalloc_core::config::ConfigError;
+use symmalloc_core::debug::MemoryDamage;
 use symmalloc_core::errors::{AllocateError, FreeError, PoolError, RecordUseError, TrimError, UnknownError};
 use symmalloc_core::plans::{PlanError, StepError};
 use symmalloc_core::recording::{RecordingEnd, RecordingError, StartRecordingError};
@@ -145,6 +146,9 @@ pub(crate) enum Error {
     /// The allocation failed.
     #[error(transparent)]
     Allocate(#[from] AllocateError),
+    /// A check found damaged memory.
+    #[error("memory was damaged: {0}")]
+    Damaged(#[from] Box<MemoryDamage>),
     /// The free failed.
     #[error(transparent)]
     Free(#[from] FreeError),
@@ -357,7 +361,7 @@ impl Error {
             },
             Error::NotSharedMemory { .. } => SYMMALLOC_INVALID_ARGUMENT,
             Error::Sharing(_) => SYMMALLOC_IO,
-            Error::Scattered => SYMMALLOC_INVALID_STATE,
+            Error::Scattered | Error::Damaged(_) => SYMMALLOC_INVALID_STATE,
             Error::Saved(error) => of_reason(error.reason),
             Error::Internal { .. } => SYMMALLOC_INTERNAL,
         }

@@ -32,6 +32,37 @@ pub struct FlightRecord {
     pub reason: String,
     /// The communicators, in the order in which they were connected.
     pub communicators: Vec<CommunicatorRecord>,
+    /// The allocations of the process, live and freed. The watchdog records none, because an allocator's lock may be held by the thread that
+    /// is stuck.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub memory: Vec<MemoryRecord>,
+}
+
+/// An allocation, live or freed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MemoryRecord {
+    /// The number of the device.
+    pub device: u32,
+    /// Address of the first byte.
+    pub address: u64,
+    /// Requested bytes.
+    pub size_bytes: u64,
+    /// The program's name for it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// The pool.
+    pub pool: u32,
+    /// The stream for which it was allocated.
+    pub stream: u16,
+    /// Other streams that use it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub used_by: Vec<u16>,
+    /// The number of ops of its heap up to the allocation; `None` if its pool has no debugging options.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub allocated_at_op: Option<u64>,
+    /// The number of ops of its heap when it was freed; `None` if it is live.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub freed_at_op: Option<u64>,
 }
 
 /// A communicator as seen by one rank.
@@ -192,7 +223,7 @@ pub enum FlightRecordError {
 impl FlightRecord {
     /// Creates a record of this process.
     pub fn new(host: String, reason: String, communicators: Vec<CommunicatorRecord>) -> Self {
-        FlightRecord { version: VERSION, host, process: std::process::id(), reason, communicators }
+        FlightRecord { version: VERSION, host, process: std::process::id(), reason, communicators, memory: Vec::new() }
     }
 
     /// Returns the record as JSON.

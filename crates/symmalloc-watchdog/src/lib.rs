@@ -64,7 +64,8 @@ pub use connection::Connection;
 pub use endpoint::{Endpoint, PeerEvent, SILENT_AFTER};
 pub use findings::{Finding, Findings};
 pub use flight_record::{
-    CollectiveRecord, CollectiveState, CommunicatorRecord, FlightRecord, FlightRecordError, PeerRecord, Signature,
+    CollectiveRecord, CollectiveState, CommunicatorRecord, FlightRecord, FlightRecordError, MemoryRecord, PeerRecord,
+    Signature,
 };
 pub use ids::{CommunicatorId, ProcessId, Progress, RankId};
 pub use lifeline::Lifeline;

@@ -31,6 +31,7 @@ pub mod external;
 pub mod log;
 pub mod memory;
 pub mod model;
+pub mod nvtx;
 pub mod pause;
 pub mod space;
 pub mod streams;
@@ -246,6 +247,10 @@ stub! {
 
     call_in_context cuMemsetD8Async(address: u64, value: u8, count: usize, stream: u64) |state| {
         state.submit(stream_key(stream), Op::Set { address, value, count })
+    };
+    call_in_context cuMemsetD32Async(address: u64, value: c_uint, count: usize, stream: u64) |state| {
+        if !address.is_multiple_of(4) { return Err(INVALID_VALUE); }
+        state.submit(stream_key(stream), Op::Set32 { address, value, count })
     };
     call_in_context cuMemcpyHtoDAsync_v2(to: u64, from: u64, count: usize, stream: u64) |state| {
         if state.is_pageable(from) { return state.write(stream_key(stream), to, from, count); }

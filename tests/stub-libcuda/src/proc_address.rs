@@ -20,7 +20,7 @@ macro_rules! rows {
     (@ per_thread) => { true };
 }
 
-fn rows() -> [Row; 43] {
+fn rows() -> [Row; 44] {
     rows! {
         "cuInit" 2000 plain crate::cuInit;
         "cuDeviceGet" 2000 plain crate::cuDeviceGet;
@@ -49,6 +49,7 @@ fn rows() -> [Row; 43] {
         "cuMemPoolGetAttribute" 11020 plain crate::pools::cuMemPoolGetAttribute;
         "cuMemPoolSetAttribute" 11020 plain crate::pools::cuMemPoolSetAttribute;
         "cuMemPoolTrimTo" 11020 plain crate::pools::cuMemPoolTrimTo;
+        "cuMemsetD32Async" 3020 plain crate::cuMemsetD32Async;
         "cuMemsetD8Async" 3020 plain crate::cuMemsetD8Async;
         "cuMemcpyDtoHAsync" 3020 plain crate::cuMemcpyDtoHAsync_v2;
         "cuStreamCreate" 2000 plain crate::cuStreamCreate;

@@ -38,6 +38,15 @@ pub enum Op {
         /// Number of bytes.
         count: usize,
     },
+    /// Sets words of 4 bytes.
+    Set32 {
+        /// First byte.
+        address: u64,
+        /// Value of the words.
+        value: u32,
+        /// Number of words.
+        count: usize,
+    },
     /// Copies bytes.
     Copy {
         /// First byte written.
@@ -58,6 +67,7 @@ pub enum Op {
 #[derive(Clone, Debug)]
 enum Work {
     Set { address: u64, value: u8, count: usize },
+    Set32 { address: u64, value: u32, count: usize },
     Copy { to: u64, from: u64, count: usize },
     Write { to: u64, bytes: Arc<[u8]> },
     External { instance: u64, has_arrived: bool },
@@ -71,6 +81,7 @@ impl Work {
         let of = |kind, from, to, count| Some(Entry { kind, stream, seq, from, to, count });
         match *self {
             Work::Set { address, count, .. } => of(WORK, 0, address, count as u64),
+            Work::Set32 { address, count, .. } => of(WORK, 0, address, 4 * count as u64),
             Work::Copy { to, from, count } => of(WORK, from, to, count as u64),
             Work::Write { to, ref bytes } => of(WORK, 0, to, bytes.len() as u64),
             Work::Wait { stream: other, seq: last } => of(STREAM_WAIT, other, last, 0),
@@ -209,6 +220,7 @@ impl State {
         let is_external = matches!(op, Op::External { .. });
         let work = match op {
             Op::Set { address, value, count } => Work::Set { address, value, count },
+            Op::Set32 { address, value, count } => Work::Set32 { address, value, count },
             Op::Copy { to, from, count } => Work::Copy { to, from, count },
             Op::External { template } => {
                 let instance = self.handle();
@@ -301,6 +313,10 @@ impl State {
                 // SAFETY: the caller of the driver's call guarantees that the bytes exist, and that nothing else uses them until the work
                 // is done. If they do not exist, the test crashes, as a kernel would.
                 Work::Set { address, value, count } => unsafe { self.memory.set(address, value, count) },
+                // SAFETY: as above. The address is a multiple of 4.
+                Work::Set32 { address, value, count } => unsafe {
+                    std::slice::from_raw_parts_mut(address as *mut u32, count).fill(value);
+                },
                 // SAFETY: as above.
                 Work::Copy { to, from, count } => unsafe { self.memory.copy(to, from, count) },
                 // SAFETY: as above, for the written bytes.

@@ -9,6 +9,13 @@ pub(crate) fn control<F: Copy>(name: &str) -> F {
     unsafe { symbol(&["libcuda.so", "libcuda.so.1"], name) }
 }
 
+/// Returns what was reported through NVTX: the number of ranges (0) or blocks (1), the size of the block at an address (2), or 1 if it has a
+/// name (3).
+pub fn reported(what: i32, address: u64) -> u64 {
+    // SAFETY: the symbol has this type.
+    unsafe { control::<unsafe extern "C" fn(c_int, usize) -> u64>("stub_nvtx")(what, address as usize) }
+}
+
 /// Makes the n-th call from now on fail once. If `nth` is 0, every call fails.
 pub fn fail(call: &str, nth: u64, code: i32) {
     let call = CString::new(call).expect("the text should contain no zero byte");

@@ -1,5 +1,6 @@
 //! Tests of the program as a process: its exit codes and its output.
 
+mod address;
 mod bad_input;
 mod chart;
 mod diff;

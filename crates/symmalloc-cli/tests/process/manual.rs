@@ -4,7 +4,7 @@ use crate::{Folder, symmalloc};
 use std::fs;
 use std::process::Command;
 
-const COMMANDS: [&str; 8] = ["replay", "simulate", "diff", "import", "export", "chart", "report", "plan"];
+const COMMANDS: [&str; 9] = ["replay", "simulate", "diff", "address", "import", "export", "chart", "report", "plan"];
 
 #[test]
 fn every_shell_completes_every_command() {

@@ -11,7 +11,7 @@ use crate::types::handle::{Allocation, Handle};
 use crate::types::ids::{AllocationId, ObserverId, PoolId, StreamId};
 use std::cell::RefCell;
 use std::num::NonZeroU64;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 /// The state that the gate guards.
 enum RecorderState {
@@ -24,13 +24,19 @@ enum RecorderState {
 /// The recording of an allocator, if there is one.
 pub(super) struct Recorder<L: Lock> {
     state: L::Cell<RecorderState>,
-    /// `true` while ops are recorded. Changes only while the gate is held.
-    is_on: AtomicBool,
+    /// [`RECORDING`] while ops are recorded, which changes only while the gate is held, and [`DEBUGGING`] once a pool has
+    /// debugging options. An op reads one flag for both, so neither costs an instruction while it is off.
+    watchers: AtomicU8,
     /// The allocator's number. With it, a thread recognizes the recording whose sink it is running.
     number: u64,
     /// `true` if the sink used the allocator.
     was_reentered: AtomicBool,
 }
+
+/// Ops are recorded.
+const RECORDING: u8 = 1;
+/// A pool has debugging options.
+const DEBUGGING: u8 = 2;
 
 thread_local! {
     /// The allocators whose sinks this thread is running. The thread holds their gates, so another call to one of these
@@ -77,7 +83,7 @@ impl<L: Lock> Recorder<L> {
     pub(super) fn new(number: u64) -> Self {
         Recorder {
             state: L::Cell::new(RecorderState::Off),
-            is_on: AtomicBool::new(false),
+            watchers: AtomicU8::new(0),
             number,
             was_reentered: AtomicBool::new(false),
         }
@@ -101,7 +107,31 @@ impl<L: Lock> Recorder<L> {
 
     #[inline(always)]
     pub(super) fn is_on(&self) -> bool {
-        self.is_on.load(Ordering::Acquire)
+        self.watchers.load(Ordering::Acquire) & RECORDING != 0
+    }
+
+    /// Returns `true` if ops take the path that records and debugs them.
+    #[inline(always)]
+    pub(super) fn is_watched(&self) -> bool {
+        self.watchers.load(Ordering::Acquire) != 0
+    }
+
+    /// Returns `true` if a pool has, or had, debugging options.
+    pub(super) fn is_debugged(&self) -> bool {
+        self.watchers.load(Ordering::Acquire) & DEBUGGING != 0
+    }
+
+    /// Notes that a pool has debugging options. This stays so.
+    pub(super) fn begin_debugging(&self) {
+        self.watchers.fetch_or(DEBUGGING, Ordering::Release);
+    }
+
+    fn begin_recording(&self) {
+        self.watchers.fetch_or(RECORDING, Ordering::Release);
+    }
+
+    fn end_recording(&self) {
+        self.watchers.fetch_and(!RECORDING, Ordering::Release);
     }
 
     /// Passes the gate if a recording is active.
@@ -143,7 +173,7 @@ impl<L: Lock> Recorder<L> {
             RecorderState::Off => Err(RecordingError::NotRecording),
             RecorderState::Ended(error) => Err(error),
             RecorderState::On(recording) => {
-                self.is_on.store(false, Ordering::Release);
+                self.end_recording();
                 Ok(recording)
             }
         }
@@ -159,7 +189,7 @@ impl<L: Lock> Gate<'_, L> {
         standing: Vec<Record>,
         mut recording: Recording,
     ) -> Result<(), StartRecordingError> {
-        self.recorder.is_on.store(true, Ordering::Release);
+        self.recorder.begin_recording();
         let begun = self.recorder.with_sink(|| {
             recording.sink.begin(config)?;
             standing.into_iter().try_for_each(|record| {
@@ -180,7 +210,7 @@ impl<L: Lock> Gate<'_, L> {
             Err(_) => {
                 self.recorder.with_sink(|| drop(recording));
                 self.recorder.take_reentered();
-                self.recorder.is_on.store(false, Ordering::Release);
+                self.recorder.end_recording();
             }
         }
         begun
@@ -313,7 +343,7 @@ impl<L: Lock> Gate<'_, L> {
         self.recorder.with_sink(|| drop(ended));
         // The recording has ended, so reentrant calls of the sink no longer matter.
         self.recorder.take_reentered();
-        self.recorder.is_on.store(false, Ordering::Release);
+        self.recorder.end_recording();
     }
 
     /// Opens the gate to other threads while `during` runs.

@@ -274,6 +274,9 @@ impl<'a, L: Lock> PoolRef<'a, L> {
     /// Returns an error if a layout cannot represent the pool: it has plans or a step, or sleeps.
     pub(super) fn check_layout_holds(self) -> Result<(), LayoutError> {
         self.check_awake()?;
+        if self.config().debug().quarantine_bytes > 0 {
+            return Err(LayoutError::Quarantined { pool: self.id() });
+        }
         let is_planned = self.step().lock().is_some() || self.heaps().any(|heap| heap.lock().remembers_steps());
         if is_planned { Err(LayoutError::Planned { pool: self.id() }) } else { Ok(()) }
     }

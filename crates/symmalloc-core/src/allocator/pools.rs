@@ -81,6 +81,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             }
         }
         let (symmetric, limit_bytes) = (config.symmetric(), config.limit_bytes());
+        // Before the pool can be used. It has no id yet that a thread knows.
+        if !config.debug().is_off() {
+            self.recorder.begin_debugging();
+        }
         let config = config.that_works(self.context.backend.can_alias());
         let recorded = gate.is_recording().then(|| Box::new(config.clone()));
         let next = key.unwrap_or(PoolId(self.pools.len() as u32));
@@ -164,9 +168,13 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             return Err(PoolError::InUse { pool, allocations, allocated_bytes });
         }
         entry.set_destroyed();
+        for heap in &mut heaps {
+            heap.release_quarantine(&self.context, 0);
+        }
         let mut released = Released::default();
         for heap in &mut heaps {
             released = released.plus(heap.destroy(&self.context));
+            self.debug.keep(&mut *heap, &self.context);
         }
         self.end_sleep(&mut sleep);
         self.remove_released(entry, &mut heaps);
@@ -304,10 +312,13 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         check(allocations, allocated_bytes)?;
         let (mut freed, mut failure) = (Vec::new(), None);
         for heap in &mut heaps {
+            if heap.release_quarantine(&self.context, 0) {
+                failure = failure.or(heap.release_above_threshold(&self.context));
+            }
             let live = heap.live_handles();
             work::count(live.len());
             for handle in &live {
-                let Freed { size, requested_bytes } = heap.free_in_reset(&self.context, *handle);
+                let Freed { size, requested_bytes } = heap.free_debugged_in_reset(&self.context, *handle);
                 if L::IS_EXCLUSIVE {
                     self.usage.lock().free(size, requested_bytes);
                 }

@@ -13,7 +13,8 @@
 //! limits that heaps share. Ops that failed without changing any digest (an unknown stream, a stale handle) are not
 //! recorded.
 //!
-//! The gate comes before all other locks. While nothing is recorded it is open, and an op reads one flag.
+//! The gate comes before all other locks. While nothing is recorded it is open, and an op reads one flag, which
+//! [debugging](super::watched) shares.
 //!
 //! | event | records |
 //! |---|---|
@@ -28,18 +29,14 @@
 pub use super::recorder::{Recorded, RecordingEnd, RecordingError, Sink, SinkError, StartRecordingError};
 
 use super::Allocator;
-use super::gate::{Gate, Request};
+use super::gate::Gate;
 use super::recorder::Recording;
-use crate::config::errors::{AllocateError, FreeError};
 use crate::config::op::{Op, Record};
-use crate::heap::Freed;
 use crate::history::segment_log::Observers;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
-use crate::types::handle::{Allocation, Handle};
 use crate::types::ids::{ObserverId, PoolId, StreamId};
 use crate::types::look_up::LookUp;
-use std::sync::Arc;
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Starts to record every op and its decision into the sink, beginning with the existing streams, pools and
@@ -123,28 +120,5 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Passes the gate if a recording is active. Must be called before any other lock is taken.
     pub(super) fn gate(&self) -> Gate<'_, L> {
         self.recorder.gate()
-    }
-
-    #[cold]
-    pub(super) fn allocate_recorded(
-        &self,
-        request: Request,
-        name: Option<&Arc<str>>,
-    ) -> Result<Allocation, AllocateError> {
-        let mut gate = self.gate();
-        let Request { pool, stream, size_bytes } = request;
-        let allocation = self.allocate_in_pool(pool, stream, size_bytes, name, Some(&mut gate))?;
-        gate.note_allocation(&allocation, request, name.map(|name| &**name));
-        Ok(allocation)
-    }
-
-    #[cold]
-    pub(super) fn free_recorded(&self, handle: Handle) -> Result<Freed, FreeError> {
-        let mut gate = self.gate();
-        let mut heap = self.heap_of(handle)?.lock();
-        let freed = heap.free(&self.context, handle)?;
-        self.finish_free(heap, freed, Some(&mut gate));
-        gate.note_free(handle);
-        Ok(freed)
     }
 }

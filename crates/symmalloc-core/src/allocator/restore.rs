@@ -19,6 +19,7 @@ use super::recorder::RecordingEnd;
 use crate::config::StreamPolicy;
 use crate::config::restore_error::RestoreError;
 use crate::heap::Heap;
+use crate::heap::debug::report_block;
 use crate::heap::revive::Revived;
 use crate::history::layout::{HeapLayout, Layout};
 use crate::stats::budget::Charge;
@@ -132,6 +133,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             gate.end(RecordingEnd::Restored { pool });
         }
         let heaps = restored?;
+        for restored in heaps.iter().flat_map(|heap| &heap.allocations) {
+            report_block(&self.context, restored.stream, &restored.allocation, restored.name.as_deref());
+        }
         tracing::debug!(name: "pool.restored", target: "symmalloc", pool = pool.0, heaps = heaps.len());
         Ok(self.restored(entry, heaps))
     }
@@ -180,6 +184,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub(super) fn note_revived(&self, pool: PoolId, revived: &Revived, gate: &mut Gate<'_, L>) {
         if revived.is_made {
             self.count_allocation(units(revived.allocation.size_bytes), revived.requested_bytes);
+            report_block(&self.context, revived.stream, &revived.allocation, revived.name.as_deref());
         }
         gate.note_revival(pool, revived);
     }
@@ -277,11 +282,11 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 }
 
 fn restored_heap<L: Lock>(heap: &mut Heap<L>) -> RestoredHeap {
-    let nothing = heap.restored_nothing();
+    let (nothing, debug) = (heap.restored_nothing(), heap.debug_options());
     let live = heap.live_allocations().map(|(allocation, stream, requested_bytes, name)| RestoredAllocation {
         allocation,
         stream,
-        requested_bytes,
+        requested_bytes: debug.program_bytes(requested_bytes),
         name: name.map(Into::into),
     });
     RestoredHeap { group: heap.id().group, nothing, allocations: live.collect() }

@@ -1,9 +1,9 @@
 //! Saves a [`Layout`]: all state on which a pool's later decisions depend.
 
 use super::Allocator;
-use crate::config::PoolConfig;
 use crate::config::op::NAME_BYTES_MAX;
 use crate::config::restore_error::LayoutError;
+use crate::config::{DebugOptions, PoolConfig};
 use crate::heap::Heap;
 use crate::heap::view::{BlockSnapshot, BlockStateSnapshot, SegmentSnapshot};
 use crate::history::journal::cut_name;
@@ -45,11 +45,15 @@ fn heap_layout<L: Lock>(heap: &Heap<L>, config: &PoolConfig) -> HeapLayout {
         group: heap.id().group,
         digest: heap.ledger().digest(),
         next_segment: heap.next_segment(),
-        segments: heap.snapshot().into_iter().map(|segment| segment_layout(segment, config)).collect(),
+        segments: heap
+            .snapshot()
+            .into_iter()
+            .map(|segment| segment_layout(segment, config, heap.debug_options()))
+            .collect(),
     }
 }
 
-fn segment_layout(segment: SegmentSnapshot, config: &PoolConfig) -> SegmentLayout {
+fn segment_layout(segment: SegmentSnapshot, config: &PoolConfig, debug: DebugOptions) -> SegmentLayout {
     let mut layout = SegmentLayout {
         id: segment.segment,
         class: segment.class,
@@ -71,7 +75,8 @@ fn segment_layout(segment: SegmentSnapshot, config: &PoolConfig) -> SegmentLayou
             layout.allocations.push(AllocationLayout {
                 offset_bytes,
                 size_bytes,
-                requested_bytes,
+                // The heap's requests contain the guards.
+                requested_bytes: debug.grown_bytes(requested_bytes),
                 stream,
                 used_by,
                 name,

@@ -63,6 +63,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     fn try_quiesce(&self, pool: PoolId, contents: Contents) -> Result<Quiesced<'_, B, L>, SleepCause> {
         let entry = self.pool(pool)?;
+        // The damage that this finds is reported by `check_memory`.
+        self.check_guards_of(pool);
         let step = entry.step().lock();
         if step.is_some() {
             return Err(SleepCause::StepOpen);
@@ -251,6 +253,9 @@ impl<B: Backend, L: Lock> Change<'_, B, L> {
             let mut heap = heap.lock();
             if after == Phase::Awake {
                 heap.wake_up();
+                if asked.is_none() {
+                    heap.rewrite_guards(&allocator.context);
+                }
             }
             heap.note_asked(asked);
         }

@@ -39,6 +39,10 @@ pub(crate) type Slot = u32;
 /// The null slot.
 pub(crate) const NONE: Slot = Slot::MAX;
 
+/// The serial in the state of a block that the program has freed and that its heap does not reuse yet. No handle has it.
+/// The first serial of a range is never assigned.
+pub(crate) const QUARANTINED: NonZeroU64 = NonZeroU64::new(0xFFFF_FFFF << 32).expect("not zero");
+
 /// Number of slots at the start of the table that hold no blocks. They are the sentinels of the free index: a list of
 /// blocks begins and ends with a sentinel, which compares greater than any block.
 pub(crate) const SENTINELS: usize = 512;
@@ -171,6 +175,11 @@ impl Block {
     #[inline(always)]
     pub(crate) fn is_place(&self) -> bool {
         self.prev == NONE
+    }
+
+    /// Returns `true` if the program has freed the block and its heap does not reuse it yet.
+    pub(crate) fn is_quarantined(&self) -> bool {
+        matches!(self.state, BlockState::Allocated { serial: QUARANTINED, .. })
     }
 
     pub(crate) fn is_elsewhere(&self) -> bool {

@@ -4,6 +4,7 @@
 //! call) are returned as values of these types, and the allocator is in the same state as before the call. *Corruption*
 //! is an assertion: an allocator with inconsistent blocks must stop.
 
+use crate::config::damage::MemoryFault;
 use crate::types::backend::{BackendError, DeviceAddress};
 use crate::types::base::BaseError;
 use crate::types::handle::Handle;
@@ -154,6 +155,9 @@ pub enum AllocateError {
         /// The driver's error.
         error: BackendError,
     },
+    /// The device is lost, and the pool has debugging options, which know what was freed before.
+    #[error(transparent)]
+    Fault(Box<MemoryFault>),
 }
 
 /// An error returned by `reserve`. The heap's memory is unchanged.
@@ -315,6 +319,10 @@ pub enum FreeError {
     /// The uses on other streams could not be fenced. The allocation is still live: free it again later.
     #[error("cannot fence the uses on other streams, the allocation is still live: {0}")]
     Fence(#[from] BackendError),
+    /// The device is lost, and the pool has debugging options, which know what was freed before. The allocation is still
+    /// live.
+    #[error(transparent)]
+    Fault(Box<MemoryFault>),
 }
 
 /// An error returned by `record_use`.

@@ -7,6 +7,7 @@
 //! Configuration is an input of every decision (rule D1). Two ranks with different configurations run two different
 //! programs; [`Config::digest`] detects this.
 
+use crate::config::debug::DebugOptions;
 use crate::config::stitching::Stitching;
 use crate::types::base::{Base, BaseError};
 use crate::types::groups::Groups;
@@ -264,6 +265,8 @@ pub struct PoolConfig {
     /// `None` unless segments are expandable and the pool is not symmetric. Boxed because it is usually absent, and the
     /// configuration of a destroyed pool is kept.
     stitching: Option<Box<Stitching>>,
+    /// `None` if all options are off. Boxed for the same reason.
+    debug: Option<Box<DebugOptions>>,
     tag: Option<Box<str>>,
     base: Option<Base>,
 }
@@ -293,6 +296,11 @@ impl PoolConfig {
     pub(crate) fn that_works(mut self, can_alias: bool) -> Self {
         self.stitching = self.stitching.filter(|_| can_alias);
         self
+    }
+
+    /// Returns the options that find memory errors of the program.
+    pub fn debug(&self) -> DebugOptions {
+        self.debug.as_deref().copied().unwrap_or_default()
     }
 
     /// Returns the stitching settings. `None` if the pool does not stitch, or the backend cannot alias memory.
@@ -350,6 +358,12 @@ impl PoolConfigBuilder {
         self
     }
 
+    /// Sets the options that find memory errors of the program.
+    pub fn debug(mut self, options: DebugOptions) -> Self {
+        self.config.debug = (!options.is_off()).then(|| Box::new(options));
+        self
+    }
+
     /// Sets the purpose of the pool, for example `weights` or `kv_cache`: 1 to 24 lower-case letters, digits, `_` and
     /// `-`.
     pub fn tag<'a>(mut self, tag: impl Into<Option<&'a str>>) -> Self {
@@ -375,7 +389,8 @@ impl PoolConfigBuilder {
     ///
     /// # Errors
     /// Returns an error if a value is out of its range, with the key, the value and the range; if a symmetric pool or
-    /// one without expandable segments would stitch; or if a pool with a quota would also grow or shrink on its own.
+    /// one without expandable segments would stitch; if a pool with a quota would also grow or shrink on its own; or if a
+    /// pool that keeps its memory would unmap freed blocks.
     pub fn build(mut self) -> Result<PoolConfig, ConfigError> {
         if self.config.has_quota() {
             self.config.reclaim = Reclaim::Never;
@@ -415,6 +430,16 @@ impl PoolConfigBuilder {
             in_range("stitching_least", stitching.least_bytes, UNIT_BYTES, SEGMENT_BYTES_MAX)?;
             in_range("stitching_maps", stitching.maps_max.into(), 1, 1 << 20)?;
             in_range("stitching_aliases", stitching.aliases_max.into(), stitching.maps_max.into(), 1 << 24)?;
+        }
+        if let Some(debug) = &self.config.debug {
+            in_range("quarantine", debug.quarantine_bytes, 0, SEGMENT_BYTES_MAX)?;
+            let keeps = self.config.has_quota() || matches!(self.config.segments, SegmentPolicy::Reserved { .. });
+            if debug.unmap && keeps {
+                return Err(ConfigError::NotUnmapped);
+            }
+            if debug.unmap {
+                self.config.release_threshold_bytes = Some(0);
+            }
         }
         let is_in_tags = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || matches!(byte, b'_' | b'-');
         let is_tag = |tag: &str| (1..=24).contains(&tag.len()) && tag.bytes().all(is_in_tags);
@@ -542,6 +567,11 @@ pub enum ConfigError {
     /// The addresses of the default pool cannot be reserved.
     #[error("the default pool cannot have its base: {0}")]
     Base(#[from] Box<BaseError>),
+    /// A pool with a quota or a reserved segment keeps its memory, so freed blocks stay mapped.
+    #[error(
+        "debug:unmap has no effect on a reserved segment or a quota: use expandable or fixed segments, or remove it"
+    )]
+    NotUnmapped,
     /// Memory that may be registered, or that has fixed sizes, cannot be stitched.
     #[error(
         "{} cannot be stitched: remove stitching, or use another pool, with expandable segments",

@@ -32,6 +32,12 @@ pub enum LayoutError {
         /// Bytes of dead segments that observers hold or that the driver failed to release.
         retired_bytes: u64,
     },
+    /// The pool delays frees, which a layout cannot represent.
+    #[error("{pool} has debug:quarantine, which a layout cannot represent: use another pool, or remove the option")]
+    Quarantined {
+        /// The pool.
+        pool: PoolId,
+    },
     /// The pool is in a step, or has plans or is learning some, which a layout cannot represent.
     #[error(
         "{pool} is in a step, has plans or learns them, which a layout cannot represent: end the step, and call drop_plans"

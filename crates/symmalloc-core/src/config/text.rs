@@ -126,6 +126,7 @@ fn build_pool(settings: &mut Settings<'_>) -> Result<PoolConfig, ConfigTextError
         .segments(build_segments(settings)?)
         .stitching(build_stitching(settings))
         .tag(settings.text("tag"))
+        .debug(settings.debug().unwrap_or_default())
         .streams(settings.one_of("streams", [StreamPolicy::Separate, StreamPolicy::Grouped, StreamPolicy::Shared]))
         .symmetric(settings.one_of("symmetric", [false, true]))
         .limit_bytes(settings.number("limit"))
@@ -223,6 +224,7 @@ fn out_of_range(settings: &Settings<'_>, source: ConfigError) -> ConfigTextError
         ConfigError::NotStitched { .. } => "stitching",
         ConfigError::NotATag => "tag",
         ConfigError::Base(_) => "base",
+        ConfigError::NotUnmapped | ConfigError::OutOfRange { key: "quarantine", .. } => "debug",
         ConfigError::HasQuota => "growth",
         ConfigError::OutOfRange { key, .. }
         | ConfigError::NotAMultiple { key, .. }

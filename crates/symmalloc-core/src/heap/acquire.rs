@@ -412,17 +412,18 @@ pub(super) struct Missing {
     pub(super) in_new_range: Units,
 }
 
-/// Backs a part of a range with new memory, in separate pieces if the pool stitches.
+/// Backs a part of a range with new memory, in separate pieces if the pool stitches, or unmaps what is freed: a backend may
+/// unmap larger pieces only as a whole.
 pub(super) fn back<L: Lock>(
     context: &DynContext<'_, L>,
     (config, rules): (&PoolConfig, &SizeRules),
     (range, offset_bytes): RangeOffset,
     size_bytes: u64,
 ) -> Result<(), BackendError> {
-    match config.stitching() {
-        None => context.backend.map(range, offset_bytes, size_bytes),
-        Some(_) => context.backend.map_pieces((range, offset_bytes), size_bytes, bytes(rules.granule)),
+    if config.stitching().is_some() || config.debug().unmap {
+        return context.backend.map_pieces((range, offset_bytes), size_bytes, bytes(rules.granule));
     }
+    context.backend.map(range, offset_bytes, size_bytes)
 }
 
 /// Releases a range in which nothing is mapped.

@@ -114,6 +114,7 @@ impl<L: Lock> Heap<L> {
     /// to make room for plans.
     pub(crate) fn begin_step<B: Backend>(&mut self, context: &Context<B, L>, key: u64) -> Released {
         let RequestMode::Serving(_) = self.mode else { return Released::default() };
+        self.release_quarantine(context, 0);
         if self.ledger.has_history() {
             self.ledger.fold(op_word(Mark::BeginStep, StreamId(0), 0), key);
         }

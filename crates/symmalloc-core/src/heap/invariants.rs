@@ -159,7 +159,9 @@ fn mapped_bytes_add_up<L: Lock>(heap: &Heap<L>) -> bool {
 fn usage_adds_up<L: Lock>(heap: &Heap<L>) -> bool {
     let (mut count, mut allocated, mut requested_in_all) = (0, 0, 0);
     for (_, block) in blocks_and_places(heap) {
-        if let BlockState::Allocated { requested, .. } = block.state {
+        if let BlockState::Allocated { requested, .. } = block.state
+            && !block.is_quarantined()
+        {
             count += 1;
             allocated += bytes(block.size);
             requested_in_all += requested;
@@ -184,7 +186,7 @@ fn fences_are_owned<L: Lock>(heap: &Heap<L>) -> bool {
         let is_armed = fences.iter().all(|fence| match fence.event {
             Some(event) => {
                 *events.entry(event.0).or_insert(0) += 1;
-                block.is_free()
+                block.is_free() || block.is_quarantined()
             }
             None => true,
         });
@@ -199,7 +201,7 @@ fn live_ones_are_sane<L: Lock>(heap: &Heap<L>) -> bool {
         BlockState::Allocated { requested, serial, stream } => {
             requested > 0
                 && requested <= bytes(block.size)
-                && heap.ledger.has_issued(serial)
+                && (heap.ledger.has_issued(serial) || block.is_quarantined())
                 && heap.id.group.may_include(stream)
         }
         _ => true,
@@ -229,7 +231,8 @@ fn extents_are_granular<L: Lock>(heap: &Heap<L>) -> bool {
 
 fn pointers_are_exact<L: Lock>(heap: &Heap<L>) -> bool {
     let Some(pointers) = heap.ledger.pointers() else { return true };
-    let mut live = blocks_and_places(heap).filter(|(_, block)| matches!(block.state, BlockState::Allocated { .. }));
+    let is_live = |block: &Block| matches!(block.state, BlockState::Allocated { .. }) && !block.is_quarantined();
+    let mut live = blocks_and_places(heap).filter(|(_, block)| is_live(block));
     live.all(|(slot, _)| pointers.find(heap.arena.address(slot)) == Some(&slot))
         && pointers.len() as u64 == heap.ledger.usage().allocations()
 }

@@ -56,9 +56,9 @@ impl<L: Lock> Heap<L> {
     #[inline]
     pub(crate) fn release_above_threshold(&mut self, context: &DynContext<'_, L>) -> Option<BackendError> {
         let threshold_bytes = self.config.release_threshold_bytes()?;
-        // The memory of plans is not free. Live allocations in it count twice, so that a step releases too little
-        // rather than too much.
-        let in_use_bytes = self.ledger.usage().allocated_bytes() + self.plan_bytes();
+        // The memory of plans and of the quarantine is not free. Live allocations in it count twice, so that a step
+        // releases too little rather than too much.
+        let in_use_bytes = self.ledger.usage().allocated_bytes() + self.plan_bytes() + self.quarantined_bytes();
         if self.arena.mapped_bytes().saturating_sub(in_use_bytes) <= threshold_bytes || self.is_asleep() {
             return None;
         }

@@ -1,7 +1,7 @@
 //! The state of a heap that other modules may read. Nothing here changes it.
 
 use super::Heap;
-use crate::blocks::table::{Block, BlockState, Slot};
+use crate::blocks::table::{Block, BlockState, QUARANTINED, Slot};
 use crate::config::PoolConfig;
 use crate::config::errors::HandleError;
 use crate::config::size_rules::SizeClass;
@@ -94,7 +94,7 @@ pub enum BlockStateSnapshot {
     Allocated {
         /// The stream it was allocated for.
         stream: StreamId,
-        /// Requested bytes.
+        /// Bytes that the program requested.
         requested_bytes: u64,
         /// The program's name for the allocation.
         name: Option<Arc<str>>,
@@ -202,7 +202,8 @@ impl<L: Lock> Heap<L> {
 
     /// Returns the live allocation of a handle.
     pub(crate) fn allocation(&self, handle: Handle) -> Result<Allocation, HandleError> {
-        Ok(self.allocation_in(self.live(handle)?.slot, handle))
+        let slot = self.live(handle)?.slot;
+        Ok(Allocation { size_bytes: self.usable_bytes(slot), ..self.allocation_in(slot, handle) })
     }
 
     /// Returns the allocation in a slot.
@@ -216,7 +217,7 @@ impl<L: Lock> Heap<L> {
     /// bytes and name.
     pub(crate) fn live_allocations(&self) -> impl Iterator<Item = (Allocation, StreamId, u64, Option<&str>)> {
         self.arena.all_blocks().into_iter().filter_map(|slot| match self.arena.block(slot).state {
-            BlockState::Allocated { stream, requested, serial } => {
+            BlockState::Allocated { stream, requested, serial } if serial != QUARANTINED => {
                 let name = self.ledger.name_of(slot).map(|name| &**name);
                 Some((self.allocation_in(slot, self.handle(slot, serial)), stream, requested, name))
             }
@@ -230,7 +231,7 @@ impl<L: Lock> Heap<L> {
 
     /// Returns the requested bytes of a live allocation.
     pub(crate) fn requested_bytes(&self, handle: Handle) -> Result<u64, HandleError> {
-        Ok(self.live(handle)?.requested)
+        Ok(self.config.debug().program_bytes(self.live(handle)?.requested))
     }
 
     /// Returns the stream of a live allocation.
@@ -292,8 +293,11 @@ impl<L: Lock> Heap<L> {
         let &Block { location, size, state, .. } = self.arena.block(slot);
         let others = self.arena.fences_of(slot).iter().map(|fence| fence.stream).collect();
         let state = match state {
+            // Its memory is free for the program, although the heap does not reuse it yet.
+            BlockState::Allocated { serial: QUARANTINED, .. } => BlockStateSnapshot::Free { fenced_by: others },
             BlockState::Allocated { stream, requested: requested_bytes, .. } => {
                 let name = self.ledger.name_of(slot).cloned();
+                let requested_bytes = self.config.debug().program_bytes(requested_bytes);
                 BlockStateSnapshot::Allocated { stream, requested_bytes, name, used_by: others }
             }
             BlockState::Free { .. } => BlockStateSnapshot::Free { fenced_by: others },

@@ -10,6 +10,7 @@
 //! map_pieces ──► alias, from another range, any number of times ──► unmap the aliases ──► unmap
 //! reserve_at ──► carve, a part at a time ──► (as after reserve) ──► release the parts ──► release_space
 //! record(stream) ──► wait(other stream, event) any number of times ──► recycle(event)
+//! fill ──► compare ──► compared, until it returns a result
 //! save ──► unmap ──► map, at the same addresses ──► load or zero ──► discard
 //! ```
 //!
@@ -71,6 +72,36 @@ pub struct Part {
 /// The backend's identifier of bytes that it keeps while their memory is unmapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Image(pub u64);
+
+/// The maximum number of bytes that one comparison covers.
+pub const COMPARED_BYTES_MAX: u64 = 64 << 10;
+
+/// The backend's identifier of a comparison in progress.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Comparison(pub u64);
+
+/// The result of a comparison.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Compared {
+    /// The stream has not reached the comparison yet.
+    Pending,
+    /// All bytes hold the pattern.
+    Equal,
+    /// Some bytes do not.
+    Different {
+        /// Offset of the first of them.
+        offset_bytes: u64,
+    },
+}
+
+/// Bytes of live memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Bytes {
+    /// First address. Not necessarily aligned. The bytes lie in one range and are mapped.
+    pub address: DeviceAddress,
+    /// Their number; not 0.
+    pub size_bytes: u64,
+}
 
 /// The backend's identifier of a recorded event. It has no meaning outside that backend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -263,6 +294,53 @@ pub trait Backend {
 
     /// Notifies the backend that a pool was destroyed. Its id is not used again. Cannot fail.
     fn forget_pool(&self, _pool: PoolId) {}
+
+    /// Returns `true` if the backend reports blocks to a tool: [`block_allocated`](Self::block_allocated) and
+    /// [`block_freed`](Self::block_freed) are then called. The answer is constant for the life of the backend.
+    fn reports_blocks(&self) -> bool {
+        false
+    }
+
+    /// Notifies the backend that the program may use these bytes, which it allocated for `stream`, with its name for them.
+    fn block_allocated(&self, _stream: StreamId, _bytes: Bytes, _name: Option<&str>) {}
+
+    /// Notifies the backend that the program no longer uses the block that starts at an address. Called before the memory
+    /// can be reused, when the free can no longer fail.
+    fn block_freed(&self, _address: DeviceAddress) {}
+
+    /// Returns `true` if work that is submitted to `stream` now becomes part of a graph instead of being executed. The
+    /// allocator then neither fills nor compares bytes on the stream. No placement depends on it.
+    fn is_captured(&self, _stream: StreamId) -> bool {
+        false
+    }
+
+    /// Fills bytes with a pattern, in the order of `stream`. The byte at an address `a` gets the byte `a % 4` of
+    /// `pattern` in little-endian order. A backend without accessible memory does nothing.
+    ///
+    /// # Errors
+    /// Returns an error if a driver call fails; some bytes may have been filled.
+    fn fill(&self, _stream: StreamId, _bytes: Bytes, _pattern: u32) -> Result<(), BackendError> {
+        Ok(())
+    }
+
+    /// Starts to compare bytes with the pattern of [`fill`](Self::fill), in the order of `stream`. The host does not wait.
+    /// At most [`COMPARED_BYTES_MAX`] bytes. Returns `None` if the backend has no accessible
+    /// memory.
+    ///
+    /// # Errors
+    /// Returns an error if a driver call fails; nothing is compared then.
+    fn compare(&self, _stream: StreamId, _bytes: Bytes, _pattern: u32) -> Result<Option<Comparison>, BackendError> {
+        Ok(None)
+    }
+
+    /// Returns the result of a comparison. Unless it is [`Compared::Pending`], or an error, the comparison has ended, and
+    /// its identifier is not used again.
+    ///
+    /// # Errors
+    /// Returns an error if the driver cannot answer. The comparison has ended then.
+    fn compared(&self, _comparison: Comparison) -> Result<Compared, BackendError> {
+        Ok(Compared::Equal)
+    }
 
     /// Sets the bytes of the parts to zero, and blocks until this is complete.
     ///

@@ -208,6 +208,50 @@ impl BackendStreams {
         }
     }
 
+    /// Passes the handle of a device stream to `submit`. A lent stream is locked during the call.
+    pub(super) fn with_raw<T>(
+        &self,
+        stream: StreamId,
+        call: &'static str,
+        submit: impl FnOnce(CUstream) -> Result<T, DriverError>,
+    ) -> Result<T, DriverError> {
+        match self.get(stream, call)? {
+            RegisteredStream::Device(stream) => submit(stream.cu_stream()),
+            RegisteredStream::Lent(stream) => submit(stream.lock().unwrap_or_else(PoisonError::into_inner).raw()),
+            RegisteredStream::Host => Err(DriverError { call, code: INVALID_HANDLE }),
+        }
+    }
+
+    /// Returns `true` if a stream is part of a capture, begun by this crate or by other code. Also if the driver cannot tell: no work must
+    /// then be submitted. The host is never captured.
+    pub(crate) fn is_captured(&self, stream: StreamId) -> bool {
+        let call = "cuStreamGetCaptureInfo_v2";
+        if let Ok(RegisteredStream::Host) = self.get(stream, call) {
+            return false;
+        }
+        let captured = self.with_raw(stream, call, |raw| {
+            let _current = self.device.enter()?;
+            // SAFETY: registered streams are kept alive, and a lent one is locked during the call.
+            unsafe { capture_of(self.device.driver(), raw) }
+        });
+        !matches!(captured, Ok(None))
+    }
+
+    /// Returns `true` if an event was recorded in a capture: it never completes.
+    pub(super) fn is_of_capture(&self, event: Event) -> bool {
+        self.captured.capture_of(event).is_some()
+    }
+
+    /// Blocks the host until the work before an event is done.
+    pub(super) fn wait_for(&self, event: Event) -> Result<(), DriverError> {
+        self.watch(DeviceCall::Synchronize, || self.wait_on_host(event))
+    }
+
+    /// Returns `true` if the id is the host.
+    pub(super) fn is_host(&self, stream: StreamId) -> bool {
+        matches!(self.registered.get(stream.index()), Some(RegisteredStream::Host))
+    }
+
     /// Makes later work on the stream wait for the event on the device.
     pub(crate) fn wait(&self, stream: StreamId, event: Event) -> Result<(), BackendError> {
         let waited = match self.get(stream, "cuStreamWaitEvent")? {

@@ -7,6 +7,7 @@ mod backend;
 mod bases;
 mod buffers;
 mod captures;
+mod debugging;
 mod dma_buf;
 mod driver_errors;
 mod drops;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 pub(crate) use stub_process::cuda::{
     Logged, LongWork, advance, all_calls, begin_log, calls, fail, fail_elsewhere, heal, hold, live, move_hints,
-    own_calls, take_log,
+    own_calls, reported, take_log,
 };
 pub(crate) use stub_process::{Library, descriptors, steady, stub_test};
 use symmalloc_cuda::CudaDevice;

@@ -66,6 +66,25 @@ fn a_recording_that_cannot_be_written_or_reported_does_not_end_the_program() {
     }
 }
 
+/// Memory of `cuMemAlloc` has no stream, and memory of a context that was reset is gone at exit.
+#[test]
+fn damage_is_reported_for_every_kind_of_memory_and_before_a_reset() {
+    let stage = Stage::new();
+    let Some(program) = compile(&stage, "damaged", &[], true) else { return };
+    for (how, is_damaged) in [("sync", true), ("async", true), ("reset", true), ("intact", false)] {
+        let mut command = stage.command(&program);
+        command.arg(how).env("SYMMALLOC_RUN_CONFIG", "debug:[canary,poison]");
+        let ended = command.output().expect("started");
+        let stderr = String::from_utf8_lossy(&ended.stderr);
+        assert!(ended.status.success() && ended.stdout == b"done\n", "{how}: {} {stderr}", ended.status);
+        assert_eq!(
+            stderr.contains("memory was damaged") && stderr.contains("was overrun"),
+            is_damaged,
+            "{how}: {stderr}"
+        );
+    }
+}
+
 #[test]
 fn a_program_without_cuda_is_unaffected() {
     let stage = Stage::new();

@@ -3,17 +3,22 @@
 use super::address_space::AddressSpace;
 use super::contents::{Contents, Pieces};
 use super::contract::{
-    ALIASES_FIRST, ALIGNED, CARVED, IMAGE, INSIDE, LIVE_EVENT, MAPPED, MAPPED_ONCE, PIECE, QUIET, RESERVED,
-    SYNCHRONIZED_FIRST, UNMAPPED_FIRST, violation,
+    ALIASES_FIRST, ALIGNED, CARVED, IMAGE, INSIDE, LIVE_EVENT, MAPPED, MAPPED_ONCE, NOT_CAPTURED, ORDERED, PIECE,
+    QUIET, RESERVED, SYNCHRONIZED_FIRST, UNMAPPED_FIRST, violation,
 };
 use super::fault::{Call, CallCounts, Fault, FaultRule, Faults};
 use super::leaks::Leaks;
 use super::random::mix;
 use super::timeline::{Race, Timeline};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Image, Part, Range, RangeOffset};
+use symmalloc_core::backend::{
+    Backend, BackendError, Bytes, COMPARED_BYTES_MAX, Compared, Comparison, DeviceAddress, Event, Image, Part, Range,
+    RangeOffset,
+};
 use symmalloc_core::base::{Base, BaseError, SLOT_BYTES};
 use symmalloc_core::ids::{PoolId, StreamId};
+use symmalloc_core::units::UNIT_BYTES;
 
 /// A simulated device of one rank. Its addresses, handles, event timing and faults derive from its seed.
 ///
@@ -90,6 +95,10 @@ struct SimState {
     timeline: Timeline,
     faults: Faults,
     contents: Contents,
+    /// The results of comparisons in progress, by the event after each.
+    comparisons: BTreeMap<u64, Compared>,
+    /// The streams that are being captured.
+    captured: BTreeSet<StreamId>,
     mapped_bytes: u64,
     mapped_bytes_peak: u64,
 }
@@ -112,6 +121,8 @@ impl SimBackend {
             timeline,
             faults,
             contents: Contents::default(),
+            comparisons: BTreeMap::new(),
+            captured: BTreeSet::new(),
             mapped_bytes: 0,
             mapped_bytes_peak: 0,
         };
@@ -169,6 +180,17 @@ impl SimBackend {
         let mut state = self.state();
         for (start, end) in state.memory_of(address, size_bytes) {
             state.contents.write(start, end, value);
+        }
+    }
+
+    /// Begins the capture of a stream, or ends it. Captured work is not simulated: the capture only forbids the work of
+    /// debugging options. It is not a backend call.
+    pub fn set_captured(&self, stream: StreamId, is_captured: bool) {
+        let mut state = self.state();
+        if is_captured {
+            state.captured.insert(stream);
+        } else {
+            state.captured.remove(&stream);
         }
     }
 
@@ -307,6 +329,37 @@ impl SimState {
             }
         }
         pieces
+    }
+
+    /// Submits a kernel of the backend that uses these bytes. Returns the memory behind them. A unit that the bytes cover only in
+    /// part does not count as used: another stream may use its other bytes, and uses are tracked in whole units.
+    #[track_caller]
+    fn submit_own(&mut self, call: Call, stream: StreamId, bytes: Bytes) -> Result<Vec<(u64, u64)>, BackendError> {
+        if self.captured.contains(&stream) {
+            return Err(violation(call, NOT_CAPTURED, format_args!("{stream}")));
+        }
+        let Bytes { address, size_bytes } = bytes;
+        let (start, end) = (address.0, address.0.saturating_add(size_bytes));
+        let parts = self.addresses.memory_of(start, end);
+        let (first, last) = (start.next_multiple_of(UNIT_BYTES), end / UNIT_BYTES * UNIT_BYTES);
+        if first >= last {
+            return Ok(parts);
+        }
+        let name = self.addresses.is_alias(start, end).then_some((first, last));
+        match self.timeline.submit_parts(stream, &self.addresses.memory_of(first, last), name) {
+            Ok(()) => Ok(parts),
+            Err(race) => Err(violation(call, ORDERED, format_args!("{race}"))),
+        }
+    }
+
+    /// Checks the rules that apply to bytes that are filled or compared.
+    #[track_caller]
+    fn check_bytes(&self, call: Call, bytes: Bytes) -> Result<(), BackendError> {
+        let Bytes { address, size_bytes } = bytes;
+        match size_bytes > 0 && self.addresses.is_mapped(address.0, address.0.saturating_add(size_bytes)) {
+            true => Ok(()),
+            false => Err(violation(call, MAPPED, format_args!("{size_bytes} bytes at {:#x}", address.0))),
+        }
     }
 
     /// Checks the rules that apply to every copy.
@@ -586,6 +639,54 @@ impl Backend for SimBackend {
             }
             Ok(())
         })
+    }
+
+    fn is_captured(&self, stream: StreamId) -> bool {
+        self.state().captured.contains(&stream)
+    }
+
+    #[track_caller]
+    fn fill(&self, stream: StreamId, bytes: Bytes, pattern: u32) -> Result<(), BackendError> {
+        let check = |state: &SimState| state.check_bytes(Call::Fill, bytes);
+        self.call(Call::Fill, check, |state| {
+            for (start, end) in state.submit_own(Call::Fill, stream, bytes)? {
+                state.contents.write(start, end, pattern.into());
+            }
+            Ok(())
+        })
+    }
+
+    /// The result is that of the moment of the call, and becomes available when the stream has reached it.
+    #[track_caller]
+    fn compare(&self, stream: StreamId, bytes: Bytes, pattern: u32) -> Result<Option<Comparison>, BackendError> {
+        assert!(bytes.size_bytes <= COMPARED_BYTES_MAX, "{} bytes are compared at once", bytes.size_bytes);
+        let check = |state: &SimState| state.check_bytes(Call::Compare, bytes);
+        self.call(Call::Compare, check, |state| {
+            let (mut offset, mut compared) = (0, Compared::Equal);
+            for (start, end) in state.submit_own(Call::Compare, stream, bytes)? {
+                if let (Compared::Equal, Some(at)) = (compared, state.contents.first_other(start, end, pattern.into()))
+                {
+                    compared = Compared::Different { offset_bytes: offset + at };
+                }
+                offset += end - start;
+            }
+            let event = state.timeline.record(stream);
+            state.comparisons.insert(event, compared);
+            Ok(Some(Comparison(event)))
+        })
+    }
+
+    #[track_caller]
+    fn compared(&self, comparison: Comparison) -> Result<Compared, BackendError> {
+        let mut state = self.state();
+        assert!(state.comparisons.contains_key(&comparison.0), "a comparison has ended: {comparison:?}");
+        state.timeline.tick(1);
+        if !state.faults.lost() && !state.timeline.query(comparison.0) {
+            return Ok(Compared::Pending);
+        }
+        state.timeline.recycle(comparison.0);
+        let compared = state.comparisons.remove(&comparison.0).expect("it exists");
+        if state.faults.lost() { Err(Fault::DeviceLost.of(Call::Compare)) } else { Ok(compared) }
     }
 }
 

@@ -32,6 +32,18 @@ impl Contents {
         values.all(|other| other == value).then_some(value)
     }
 
+    /// Returns the offset of the first byte that does not hold the value.
+    pub(super) fn first_other(&self, start: u64, end: u64, value: u64) -> Option<u64> {
+        let mut at = start;
+        for part in self.bytes.overlapping(start, end) {
+            if part.start > at || part.value != value {
+                break;
+            }
+            at = part.end;
+        }
+        (at < end).then_some(at - start)
+    }
+
     /// Discards the values of memory that is unmapped.
     pub(super) fn forget(&mut self, start: u64, end: u64) {
         self.bytes.remove(start, end);

@@ -25,6 +25,8 @@ pub(super) const PIECE: &str = "the source of an alias must be mapped and must n
 pub(super) const ALIASES_FIRST: &str = "all aliases must be unmapped before their memory";
 pub(super) const SYNCHRONIZED_FIRST: &str =
     "every stream that may still use the bytes must be synchronized before they are unmapped";
+pub(super) const ORDERED: &str = "bytes must not be filled or compared while another stream may use them";
+pub(super) const NOT_CAPTURED: &str = "nothing must be filled or compared on a stream that is being captured";
 pub(super) const QUIET: &str = "bytes must not be in use by a stream while they are copied";
 pub(super) const IMAGE: &str =
     "parts must be sorted by offset, must not overlap, and must lie in an image that is not discarded";

@@ -34,11 +34,15 @@ pub enum Call {
     Load,
     /// [`Backend::zero`](symmalloc_core::backend::Backend::zero)
     Zero,
+    /// [`Backend::fill`](symmalloc_core::backend::Backend::fill)
+    Fill,
+    /// [`Backend::compare`](symmalloc_core::backend::Backend::compare)
+    Compare,
 }
 
 impl Call {
     /// All kinds, in the order of the trait.
-    pub const ALL: [Call; 11] = [
+    pub const ALL: [Call; 13] = [
         Call::Reserve,
         Call::Map,
         Call::Unmap,
@@ -50,6 +54,8 @@ impl Call {
         Call::Save,
         Call::Load,
         Call::Zero,
+        Call::Fill,
+        Call::Compare,
     ];
 
     /// Returns the name of the trait method.
@@ -66,6 +72,8 @@ impl Call {
             Call::Save => "save",
             Call::Load => "load",
             Call::Zero => "zero",
+            Call::Fill => "fill",
+            Call::Compare => "compare",
         }
     }
 }

@@ -8,6 +8,7 @@ See docs/pytorch.md in the repository.
 
 from __future__ import annotations
 
+import json
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,8 @@ from .state import allocator, installed
 from .steps import Step, last_step, step
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
 __all__ = [
@@ -55,7 +58,8 @@ __all__ = [
     "InvalidState", "LibraryNotFound", "MemPool", "MemoryTable", "MisalignedError", "Mode", "NcclError", "NotInstalled",
     "OutOfMemory", "Phase", "Placement", "ProgramNotFound", "Registration", "Slept", "Step", "StepReport", "TorchError", "TransportError",
     "UnknownPointer", "UnknownPool", "Window", "Woken", "Work", "__version__", "all_to_all_single", "allocator", "announce",
-    "assert_aligned", "device_memory", "digest", "dma_buf", "dump_snapshot", "exchange_splits", "flight_record", "install", "installed",
+    "assert_aligned", "check_memory", "device_memory", "digest", "dma_buf", "dump_snapshot", "exchange_splits", "explain_address",
+    "flight_record", "install", "installed",
     "last_step", "library_path", "named", "pause", "placement", "region", "resume", "show", "sleep", "snapshot", "start_trace",
     "stats", "step", "stop_trace", "use_mem_pool", "wake",
 ]  # fmt: skip
@@ -69,6 +73,22 @@ def __dir__() -> list[str]:
 def stats(device: Device = None) -> dict[str, Any]:
     """Returns the counters of a device's allocator, in total and per pool, under PyTorch's names. Raises `NotInstalled`."""
     return allocator(device).stats()
+
+
+def check_memory(device: Device = None) -> int:
+    """Checks the memory of one device for damage, if `debug` is configured, and returns the number of checked guards.
+
+    Raises `InvalidState` if memory was damaged; the message names the allocation. Raises `NotInstalled`.
+    """
+    return allocator(device).check_memory()
+
+
+def explain_address(address: int, device: Device = None) -> str:
+    """Returns what the allocator of a device knows about an address: its allocation, the neighbors, and freed allocations.
+
+    Raises `NotInstalled`.
+    """
+    return allocator(device).explain_address(address)
 
 
 def snapshot(device: Device = None) -> dict[str, Any]:
@@ -86,21 +106,24 @@ def dump_snapshot(path: str | os.PathLike[str], device: Device = None) -> None:
     write_whole(path, pickle.dumps(snapshot(device)))
 
 
-def flight_record(path: str | os.PathLike[str] | None = None, *, reason: str = "asked for") -> dict[str, Any]:
+def flight_record(
+    path: str | os.PathLike[str] | None = None, *, reason: str = "asked for", devices: Sequence[Device] = ()
+) -> dict[str, Any]:
     """Returns a flight record: the last collectives of this process's registered groups, and the state of their other ranks.
 
     path    also write the record to this file, for `symmalloc diff`; None: no file. Only this user can read it
     reason  text for the record
+    devices also list the allocations of these devices, for `symmalloc address`
 
     The watchdog also writes records by itself: when a group's sync fails, and on the signal that `SYMMALLOC_FLIGHT_SIGNAL`
     names (`USR1` or `USR2`). These go to the folder in `SYMMALLOC_FLIGHT_RECORDS`, by default `~/.local/state/symmalloc`.
     """
-    import json
-
-    record = text("flight_record", reason.encode())
+    record: dict[str, Any] = json.loads(text("flight_record", reason.encode()))
+    for device in devices:
+        record.setdefault("memory", []).extend(allocator(device).memory_record())
     if path is not None:
-        write_whole(path, record.encode())
-    return json.loads(record)  # type: ignore[no-any-return]
+        write_whole(path, json.dumps(record, indent=2).encode())
+    return record
 
 
 def digest(device: Device = None, pool: MemPool | None = None) -> int:

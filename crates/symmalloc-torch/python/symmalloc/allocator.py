@@ -529,6 +529,32 @@ class Allocator:
         snapshot: dict[str, Any] = pickle.loads(data("snapshot", self._handle))
         return snapshot
 
+    def check_memory(self) -> int:
+        """Checks the memory of pools with `debug:canary` or `debug:poison`, and returns the number of checked guards.
+
+        Waits for the streams of their allocations. Raises `InvalidState` if memory was damaged; the message names the allocation.
+        Each damage is raised once, by this method or by a later allocation.
+        """
+        checked = c_uint64()
+        call("check_memory", self._handle, byref(checked))
+        return checked.value
+
+    def explain_address(self, address: int) -> str:
+        """Returns what the allocator knows about a device address, such as that of a fault.
+
+        The text names the allocation that contains it, its neighbors, and, in pools with a debugging option, the freed
+        allocations that contained it.
+        """
+        return text("explain_address", self._handle, address)
+
+    def memory_record(self) -> list[dict[str, Any]]:
+        """Returns the live allocations, and those that were freed in pools with a debugging option, oldest first.
+
+        This is the key `memory` of a flight record, which `symmalloc address` reads.
+        """
+        record: list[dict[str, Any]] = json.loads(text("memory_record", self._handle))
+        return record
+
     def leak_report(self) -> str:
         """Returns a list of the live allocations, by pool and name."""
         return text("leak_report", self._handle)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 from ctypes import byref
 from typing import Any
 
 from . import captured_buffers, pytorch_class, state
 from .devices import import_torch
-from .errors import InvalidState, TorchError
+from .errors import Error, InvalidState, TorchError
 from .library import PropertiesStruct, call, library
 from .steps import follow_optimizers
 
@@ -41,8 +43,23 @@ def install(conf: str | None = None, *, trace: str | os.PathLike[str] | None = N
     state.installed_with = arguments
     if "tag:" in (conf if conf is not None else os.environ.get("SYMMALLOC_CONF", "")):
         captured_buffers.turn_off()
+    if "debug:" in (conf if conf is not None else os.environ.get("SYMMALLOC_CONF", "")):
+        atexit.register(_report_damage, torch)
     if _learns_plans():
         follow_optimizers(torch)
+
+
+def _report_damage(torch: Any) -> None:
+    """Checks the memory of the current device at exit, and prints damage that no call has raised."""
+    while torch.cuda.is_initialized():
+        try:
+            state.allocator().check_memory()
+            return
+        except Error as error:
+            print(f"symmalloc: {error}", file=sys.stderr, flush=True)
+            # After a fault, nothing can be checked.
+            if "was damaged" not in str(error):
+                return
 
 
 def _learns_plans() -> bool:

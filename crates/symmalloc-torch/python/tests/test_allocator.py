@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import tempfile
 import threading
@@ -36,6 +37,21 @@ class OnADevice(unittest.TestCase):
         self.assertEqual(place.requested_bytes, 5 * MIB)
         self.allocator.free(first)
         self.assertEqual(self.allocator.allocate(5 * MIB), first)
+
+    def test_damage_is_raised_once_and_names_the_allocation(self) -> None:
+        with symmalloc.Allocator(0, "debug:[canary,poison]") as debugged:
+            pointer = debugged.allocate(4000)
+            self.assertEqual(debugged.check_memory(), 1)
+            # The stub's device memory is memory of this process.
+            ctypes.memset(pointer + 4000, 1, 1)
+            with self.assertRaisesRegex(symmalloc.InvalidState, "memory was damaged: .* was overrun"):
+                debugged.check_memory()
+            self.assertEqual(debugged.check_memory(), 1)
+            self.assertIn("byte 16 of", debugged.explain_address(pointer + 16))
+            debugged.free(pointer)
+            record = debugged.memory_record()
+            self.assertEqual([(made["address"], made["size_bytes"]) for made in record], [(pointer, 4000)])
+            self.assertIn("freed_at_op", record[0])
 
     def test_two_allocators_with_equal_histories_have_equal_digests(self) -> None:
         with symmalloc.Allocator(1) as other:

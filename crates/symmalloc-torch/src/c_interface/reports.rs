@@ -8,8 +8,10 @@ use crate::status::symmalloc_status;
 use crate::trace;
 use std::ffi::{c_char, c_void};
 use std::path::Path;
-use symmalloc_core::PoolId;
+use symmalloc_core::report::BlockStateSnapshot;
+use symmalloc_core::{DeviceAddress, PoolId};
 use symmalloc_import::export::export_allocator;
+use symmalloc_watchdog::MemoryRecord;
 
 /// The position of an allocation. Equal on all ranks that ran the same program.
 #[allow(non_camel_case_types, reason = "C's names")]
@@ -130,6 +132,99 @@ pub unsafe extern "C" fn symmalloc_snapshot(
             write(len, "len", pickle.len())
         }
     })
+}
+
+/// Checks the memory of pools with the debugging options `canary` and `poison`, and writes the number of checked guards. Waits for the
+/// streams of their allocations. Without these options, checks nothing. See `docs/memory-errors.md`.
+///
+/// Returns `SYMMALLOC_INVALID_STATE` if memory was damaged; the error names the allocation. Each damage is returned once.
+///
+/// # Safety
+/// `allocator` is live; `checked` is valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_check_memory(
+    allocator: *mut DeviceAllocator,
+    checked: *mut u64,
+) -> symmalloc_status {
+    report(|| {
+        not_null(checked, "checked")?;
+        // SAFETY: the caller's contract.
+        let guards = unsafe { living(allocator) }?.core().check_memory()?;
+        // SAFETY: the caller's contract.
+        unsafe { write(checked, "checked", guards) }
+    })
+}
+
+/// Writes what the allocator knows about a device address: the allocation that contains it, its neighbors, and, in pools with debugging
+/// options, freed allocations that contained it. The address need not be valid. Free the text with `symmalloc_release_bytes`.
+///
+/// # Safety
+/// `allocator` is live; `text` is valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_explain_address(
+    allocator: *mut DeviceAllocator,
+    address: u64,
+    text: *mut *mut c_char,
+) -> symmalloc_status {
+    report(|| {
+        // SAFETY: the caller's contract.
+        let explained = unsafe { living(allocator) }?.core().explain_address(DeviceAddress(address));
+        // SAFETY: the caller's contract.
+        unsafe { hand_out_text(text, "text", &explained.to_string()) }
+    })
+}
+
+/// Writes the live allocations, and those that were freed in pools with debugging options, as a JSON array: the key `memory` of a flight
+/// record, for `symmalloc address`. Free the text with `symmalloc_release_bytes`.
+///
+/// # Safety
+/// `allocator` is live; `json` is valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_memory_record(
+    allocator: *mut DeviceAllocator,
+    json: *mut *mut c_char,
+) -> symmalloc_status {
+    report(|| {
+        // SAFETY: the caller's contract.
+        let records = memory_records(unsafe { living(allocator) }?);
+        let text = serde_json::to_string(&records).expect("the records contain only strings and numbers");
+        // SAFETY: the caller's contract.
+        unsafe { hand_out_text(json, "json", &text) }
+    })
+}
+
+fn memory_records(allocator: &DeviceAllocator) -> Vec<MemoryRecord> {
+    let (core, device) = (allocator.core(), allocator.ordinal() as u32);
+    let freed = core.freed_last(usize::MAX);
+    let freed = freed.iter().rev().map(|freed| MemoryRecord {
+        device,
+        address: freed.address.0,
+        size_bytes: freed.requested_bytes,
+        name: freed.name.as_deref().map(str::to_owned),
+        pool: freed.pool.0,
+        stream: freed.stream.0,
+        used_by: Vec::new(),
+        allocated_at_op: Some(freed.allocated_at_op),
+        freed_at_op: freed.freed_at_op,
+    });
+    let live = core.snapshot().segments.into_iter().flat_map(|segment| {
+        let (base, pool) = (segment.base.0, segment.heap.pool.0);
+        segment.blocks.into_iter().filter_map(move |block| match block.state {
+            BlockStateSnapshot::Allocated { stream, requested_bytes, name, used_by } => Some(MemoryRecord {
+                device,
+                address: base + block.offset_bytes,
+                size_bytes: requested_bytes,
+                name: name.as_deref().map(str::to_owned),
+                pool,
+                stream: stream.0,
+                used_by: used_by.iter().map(|stream| stream.0).collect(),
+                allocated_at_op: None,
+                freed_at_op: None,
+            }),
+            _ => None,
+        })
+    });
+    freed.chain(live).collect()
 }
 
 /// Writes a readable list of the live allocations, largest first. Free the text with `symmalloc_release_bytes`.

@@ -15,7 +15,7 @@ use crate::status::symmalloc_status;
 use std::ffi::c_void;
 use std::sync::Arc;
 use symmalloc_core::report::BlockStateSnapshot;
-use symmalloc_core::{Layout, PoolId};
+use symmalloc_core::{Layout, PoolConfig, PoolId};
 use symmalloc_files::is_forked;
 
 /// A checkpoint of a mempool's allocations.
@@ -160,6 +160,7 @@ impl Live {
 }
 
 fn live_in(allocator: &DeviceAllocator, pool: PoolId) -> Vec<Live> {
+    let debug = allocator.core().pool_config(pool).map(PoolConfig::debug).unwrap_or_default();
     let segments = allocator.core().snapshot().segments.into_iter().filter(|segment| segment.heap.pool == pool);
     let live = segments.flat_map(|segment| {
         let (base, id, group) = (segment.base.0, segment.segment, segment.heap.group);
@@ -171,7 +172,8 @@ fn live_in(allocator: &DeviceAllocator, pool: PoolId) -> Vec<Live> {
                 segment: id,
                 offset_bytes: block.offset_bytes,
                 size_bytes: block.size_bytes,
-                requested_bytes,
+                // As in a layout.
+                requested_bytes: debug.grown_bytes(requested_bytes),
             }),
             _ => None,
         })

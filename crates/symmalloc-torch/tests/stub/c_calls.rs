@@ -258,6 +258,34 @@ stub_test!(reports_are_returned_as_owned_strings, {
     unsafe { symmalloc_release_bytes(bytes.cast()) };
 });
 
+stub_test!(damaged_memory_is_reported_with_the_name_of_its_allocation, {
+    let (allocator, streams) = (Allocator::new("debug:[canary,poison]"), Streams::new(1));
+    let (name, mut pointer) = (c_text("scores"), null_mut());
+    // SAFETY: a live allocator and stream, a C string, and an output pointer.
+    done(unsafe { symmalloc_allocate_named(allocator.0, 0, streams.get(0), 4000, name.as_ptr(), &raw mut pointer) });
+    let (mut checked, mut text) = (0, null_mut());
+    // SAFETY: a live allocator, and an output pointer.
+    done(unsafe { symmalloc_check_memory(allocator.0, &raw mut checked) });
+    assert_eq!(checked, 1);
+    // SAFETY: the stub's device memory is host memory, and the test damages the byte on purpose.
+    unsafe { pointer.cast::<u8>().add(4000).write(1) };
+    // SAFETY: as above.
+    let status = unsafe { symmalloc_check_memory(allocator.0, &raw mut checked) };
+    assert_eq!(status, SYMMALLOC_INVALID_STATE);
+    assert!(message().contains("\"scores\""), "{}", message());
+    let address = pointer as u64;
+    allocator.free(pointer as Pointer);
+    // SAFETY: as above.
+    done(unsafe { symmalloc_explain_address(allocator.0, address + 8, &raw mut text) });
+    let text = taken(text);
+    assert!(text.contains("earlier: \"scores\""), "{text}");
+    let mut json = null_mut();
+    // SAFETY: as above.
+    done(unsafe { symmalloc_memory_record(allocator.0, &raw mut json) });
+    let json = taken(json);
+    assert!(json.contains("\"name\":\"scores\"") && json.contains("\"freed_at_op\":"), "{json}");
+});
+
 stub_test!(invalid_settings_are_reported_with_the_byte, {
     for (conf, expected) in [
         ("segments:fixed,pears:[1]", "byte 15: unknown key, did you mean `peers`?"),

@@ -43,6 +43,9 @@ impl fmt::Display for PoolConfig {
         if let Some(base) = self.base() {
             write!(f, ",base:{base}")?;
         }
+        if !self.debug().is_off() {
+            write!(f, ",debug:{}", self.debug())?;
+        }
         let Some(stitching) = self.stitching() else { return Ok(()) };
         write!(f, ",stitching:true")?;
         write_bytes(f, "stitching_granule", Some(stitching.granule_bytes))?;

@@ -33,6 +33,8 @@ pub(super) enum Takes {
     Base,
     /// PyTorch's `roundup_power2_divisions`.
     Divisions,
+    /// A list of debugging options.
+    Debug,
     /// Anything; it is not parsed.
     Anything,
 }
@@ -82,7 +84,7 @@ macro_rules! key {
 }
 
 /// All keys, including those of PyTorch 2.14.
-static KEYS: [Key; 42] = {
+static KEYS: [Key; 43] = {
     use {Of::*, Takes::*};
     const DRIVER: Of = Nothing(IgnoredReason::NotPlacement);
     const FRACTION: Of = Nothing(IgnoredReason::DeviceFraction);
@@ -110,6 +112,7 @@ static KEYS: [Key; 42] = {
         key!("plan", Word(PLAN, "off or learn"), Pool),
         key!("tag", Text, Pool),
         key!("base", Base, Pool),
+        key!("debug", Debug, Pool),
         key!("backend", Word(BACKENDS, "native"), Pool),
         key!("total_limit", Bytes, Allocator),
         key!("retries_max", Count, Allocator),

@@ -11,8 +11,10 @@
 use super::error::ConfigTextError;
 use super::keys::{self, Key, Of, Takes};
 use super::reason::{IgnoredKey, IgnoredReason, KeyRefusal};
+use crate::config::debug::DebugOptions;
 use crate::config::policy::RoundupPower2Divisions;
 use crate::types::base::Base;
+use crate::types::units::MIB;
 
 /// The intended reader of the text, which decides how mistakes are treated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,6 +51,7 @@ enum Value<'a> {
     Number(u64),
     Divisions(RoundupPower2Divisions),
     Base(Base),
+    Debug(DebugOptions),
     Text(&'a str),
 }
 
@@ -144,6 +147,11 @@ impl<'a> Settings<'a> {
         self.find("base").and_then(|stated| if let Value::Base(base) = stated.value { Some(base) } else { None })
     }
 
+    /// Returns the given debugging options.
+    pub(super) fn debug(&self) -> Option<DebugOptions> {
+        if let Value::Debug(options) = self.find("debug")?.value { Some(options) } else { None }
+    }
+
     pub(super) fn divisions(&self) -> Option<RoundupPower2Divisions> {
         let stated = self.find("roundup_power2_divisions")?;
         if let Value::Divisions(divisions) = stated.value { Some(divisions) } else { None }
@@ -232,6 +240,7 @@ fn parse_value<'a>(takes: Takes, key: &'static str, unit: u64, value: Word<'a>) 
             return text.parse().map(Value::Base).map_err(invalid);
         }
         (Takes::Divisions, _) => return parse_divisions(key, value).map(Value::Divisions),
+        (Takes::Debug, _) => return parse_debug(key, value).map(Value::Debug),
         (Takes::Anything, _) => return Err(refused("left out")),
     };
     Ok(Value::Number(number))
@@ -246,6 +255,35 @@ fn parse_number(key: &'static str, digits: Word<'_>, max: u64, allowed: &'static
         Ok(number) if number <= max => Ok(number),
         _ => Err(ConfigTextError::NumberTooLarge { offset, key, max }),
     }
+}
+
+/// Parses one option, or a list such as `[poison,canary,quarantine_mb:64,unmap]`.
+fn parse_debug(key: &'static str, value: Word<'_>) -> Result<DebugOptions, ConfigTextError> {
+    const LIST: &str = "a list of poison, canary, quarantine_mb:N and unmap, as in [poison,canary]";
+    let mut rest = match value.text.strip_prefix('[') {
+        Some(list) => Word { text: list, offset: value.offset + 1 }.trimmed(),
+        None => value,
+    };
+    let mut options = DebugOptions::default();
+    while !rest.text.is_empty() {
+        let end = Word { text: "", offset: rest.end() };
+        let (option, after) = rest.split_at_first(|c| c == ',').unwrap_or((rest, end));
+        let (name, number) = option.split_at_first(|c| c == ':').map_or((option, None), |(name, n)| (name, Some(n)));
+        match (name.text, number) {
+            ("poison", None) => options.poison = true,
+            ("canary", None) => options.canary = true,
+            ("unmap", None) => options.unmap = true,
+            ("quarantine_mb", Some(number)) => {
+                options.quarantine_bytes = MIB * parse_number(key, number, u64::MAX / MIB, LIST)?;
+            }
+            ("quarantine_bytes", Some(number)) => {
+                options.quarantine_bytes = parse_number(key, number, u64::MAX, LIST)?;
+            }
+            _ => return Err(ConfigTextError::Value { offset: option.offset, key, allowed: LIST }),
+        }
+        rest = after;
+    }
+    Ok(options)
 }
 
 /// Parses one number for all sizes, or a list such as `[256:1,512:2,1024:4,>:8]`, with PyTorch's index rule.
