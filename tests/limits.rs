@@ -104,7 +104,7 @@ fn the_default_granules_of_stitching_shrink_to_the_limit() {
 
 /// A job may have many heaps that hold a few small tensors each: of private pools, graphs and streams.
 #[test]
-fn a_heap_of_small_tensors_holds_at_most_twice_their_size() {
+fn a_heap_of_small_tensors_reserves_at_most_twice_their_size_or_a_granule_more() {
     let allocator: Allocator<_> =
         Allocator::new(SimBackend::builder().build(), config("stitching:true")).expect("a valid configuration");
     let reserved = || allocator.stats().reserved_bytes.current;

@@ -3,18 +3,26 @@
     soak.py --seconds 1200 --state soak.json     runs, and continues the counts of earlier runs in the file
     soak.py --report soak.json                   the table of all runs, with the slope of each figure
 
+Every result is compared with that of PyTorch's allocator, so the job detects memory that two tensors share, or that is reused too early.
 Each round does the following. Its results depend only on its variant, of which there are eight in turn. A process with PyTorch's allocator
 computes the results of all variants first, and every round must have the same results bit by bit.
 
-    serve     three threads with a stream each answer requests of varying sizes; some tensors move to a different stream
-    capture   a graph is captured, replayed and destroyed
+    serve     three threads with a stream each answer requests of varying sizes, and read each tensor again before they drop it; some
+              tensors are also read on a different stream
     sleep     a pool with contents and one without sleep and wake
     share     a second process reads tensors of this one
-    refuse    a request that exceeds the device fails, and the next one succeeds
-    group     a process group with NCCL, and windows on it, is created and destroyed (every fourth round)
-    train     GPT-2 (124M) trains for two steps from new weights (every fourth round)
 
-At regular intervals, the job measures what must not grow. Exit status: 0 if all results are equal, otherwise 1.
+In variants 0 and 4, it also does the following. A capture and an error release PyTorch's free memory, so the rounds between them grow a heap:
+
+    capture   a graph is captured, replayed and destroyed
+    refuse    a request that exceeds the device fails, and the next one succeeds
+    group     a process group with NCCL, and windows on it, is created and destroyed
+    train     GPT-2 (124M) trains for two steps from new weights
+
+At regular intervals, the job measures what must not grow. Exit status of a run: 0 if all results are equal, otherwise 1. Exit status of
+`--report`: 0 if each run ended with equal results only, has at least ten samples after its first two minutes, and if no memory, descriptor,
+thread or pool count has a slope above zero beyond its confidence. The samples of a run depend on each other, so the stated confidence is
+too narrow. Times depend on the machine and do not decide the status.
 """
 
 from __future__ import annotations
@@ -25,8 +33,8 @@ import hashlib
 import json
 import math
 import os
+import queue
 import random
-import struct
 import subprocess
 import sys
 import threading
@@ -38,7 +46,8 @@ from typing import Any
 VARIANTS = 8
 """Number of different rounds."""
 SELDOM = 4
-"""Parts that take long are in every round with a number divisible by this."""
+"""Parts that take long, or release free memory, are in every variant that is divisible by this."""
+SAMPLES_LEAST = 10
 THREADS, REQUESTS = 3, 40
 WARM_UP_SECONDS = 120
 """Samples of the first part of a run are not used for slopes."""
@@ -53,6 +62,7 @@ FIGURES = {
     "empty_ns": "`torch.empty` of 1 KiB, ns",
     "round_ms": "round, ms",
 }
+TIMES = ("empty_ns", "round_ms")
 
 
 class Load:
@@ -65,16 +75,17 @@ class Load:
         self.is_gpu = device == "cuda"
         self.streams = [torch.cuda.Stream() for _ in range(THREADS)] if self.is_gpu else [None] * THREADS
         self.reader = Reader() if self.is_gpu else None
-        self.groups = 0
 
     def round(self, number: int) -> dict[str, str]:
         """Runs a round. Returns the digest of each part's results."""
         variant = number % VARIANTS
         parts: dict[str, Callable[[int], Any]] = {"serve": self.serve}
         if self.is_gpu:
-            parts |= {"capture": self.capture, "sleep": self.sleep, "share": self.share, "refuse": self.refuse}
+            parts |= {"sleep": self.sleep, "share": self.share}
         if variant % SELDOM == 0:
-            parts |= {"train": self.train} | ({"group": self.group} if self.is_gpu else {})
+            parts |= {"train": self.train}
+            if self.is_gpu:
+                parts |= {"capture": self.capture, "refuse": self.refuse, "group": self.group}
         return {name: digest(part(variant)) for name, part in parts.items()}
 
     def serve(self, variant: int) -> list[int]:
@@ -98,23 +109,33 @@ class Load:
 
     def requests(self, random: random.Random, thread: int) -> list[int]:
         """Holds the tensors of up to eight requests. Integers make the sums independent of the order of additions."""
-        torch, sums, held = self.torch, [], []
+        torch = self.torch
+        sums: list[Any] = []
+        held: list[Any] = []
         stream, other = self.streams[thread], self.streams[(thread + 1) % THREADS]
+
+        def drop(position: int) -> None:
+            sums.append(held.pop(position).sum())
+
         with torch.cuda.stream(stream):
             for request in range(REQUESTS):
                 elements = random.choice((64 * KIB, MIB, 3 * MIB, 8 * MIB)) + 64 * random.randrange(1000)
                 cache = torch.arange(elements, dtype=torch.int32, device=self.device).remainder_(997 + request)
-                held.append(cache)
                 if request % 5 == 0 and self.is_gpu:
+                    # Its memory is overwritten on this stream while the other one may still read it, unless the allocator waits.
                     other.wait_stream(stream)
                     with torch.cuda.stream(other):
                         sums.append((cache * 3).sum())
                         cache.record_stream(other)
-                    stream.wait_stream(other)
-                else:
-                    sums.append((cache + request).sum())
+                    del cache
+                    cache = torch.full((elements,), request, dtype=torch.int32, device=self.device)
+                held.append(cache)
                 if len(held) > random.randrange(8):
-                    held.pop(random.randrange(len(held)))
+                    drop(random.randrange(len(held)))
+            while held:
+                drop(0)
+            if self.is_gpu:
+                stream.wait_stream(other)
             return torch.stack(sums).cpu().tolist()
 
     def capture(self, variant: int) -> list[int]:
@@ -169,7 +190,7 @@ class Load:
     def group(self, variant: int) -> list[int]:
         import torch.distributed as dist
 
-        torch, self.groups = self.torch, self.groups + 1
+        torch = self.torch
         device = torch.device("cuda", 0)
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
         try:
@@ -221,7 +242,11 @@ class Reader:
 
     def sum(self, tensor: Any) -> int:
         self.tensors.put(tensor)
-        result = self.sums.get(timeout=120)
+        try:
+            result = self.sums.get(timeout=120)
+        except queue.Empty:
+            code = self.process.exitcode
+            raise RuntimeError(f"the second process did not answer within two minutes; its exit code is {code}") from None
         if isinstance(result, str):
             raise RuntimeError(f"the second process failed to read a tensor: {result}")
         return int(result)
@@ -233,13 +258,15 @@ class Reader:
 
 def read_tensors(tensors: Any, sums: Any) -> None:
     install(os.environ["SOAK_ALLOCATOR"])
-    while (tensor := tensors.get()) is not None:
+    while True:
         try:
+            if (tensor := tensors.get()) is None:
+                return
             sums.put(int(tensor.sum()))
         except Exception as error:
             sums.put(repr(error))
         # The owner frees its memory only after the last reference here is gone.
-        del tensor
+        tensor = None
 
 
 def install(allocator: str) -> None:
@@ -250,8 +277,8 @@ def install(allocator: str) -> None:
 
 
 def digest(results: object) -> str:
-    packed = struct.pack("d", results[0]) if isinstance(results, list) and isinstance(results[0], float) else b""
-    return hashlib.sha256(packed + json.dumps(results).encode()).hexdigest()[:16]
+    """Returns a hash. JSON states floating-point numbers exactly."""
+    return hashlib.sha256(json.dumps(results).encode()).hexdigest()[:16]
 
 
 def sample(load: Load, seconds: float, rounds: int, round_ms: float) -> dict[str, float]:
@@ -274,7 +301,7 @@ def sample(load: Load, seconds: float, rounds: int, round_ms: float) -> dict[str
         free, total = torch.cuda.mem_get_info()
         figures["device_mib"] = (total - free) / MIB
         figures["reserved_mib"] = torch.cuda.memory_reserved() / MIB
-    if load.is_ours:
+    if load.is_ours and load.is_gpu:
         import symmalloc
 
         figures["pools"] = len(symmalloc.stats()["pools"])
@@ -327,9 +354,28 @@ def soak(options: argparse.Namespace) -> int:
     right = expected(options.device)
     torch = prepare("symmalloc")
     name = torch.cuda.get_device_name() if options.device == "cuda" else "no GPU"
-    run: dict[str, Any] = {"device": name, "pytorch": torch.__version__, "begun": time.strftime("%Y-%m-%d %H:%M"), "samples": [], "wrong": []}
+    begun = time.strftime("%Y-%m-%d %H:%M")
+    run: dict[str, Any] = {"device": name, "pytorch": torch.__version__, "begun": begun, "samples": [], "wrong": []}
     state["runs"].append(run)
-    load = Load("symmalloc", options.device)
+    save(options.state, state)
+    try:
+        load = Load("symmalloc", options.device)
+        repeat(options, load, state, run, right)
+        load.close()
+    except BaseException as error:
+        run["error"] = repr(error)
+        raise
+    finally:
+        save(options.state, state)
+    wrong = len(run["wrong"])
+    print(f"{run['rounds']} rounds in {run['seconds']:.0f} s, {wrong} wrong results, {state['rounds']} rounds in all runs")
+    return 1 if wrong else 0
+
+
+def repeat(
+    options: argparse.Namespace, load: Load, state: dict[str, Any], run: dict[str, Any], right: dict[str, dict[str, str]]
+) -> None:
+    """Runs rounds until the time is over."""
     begun = last = time.monotonic()
     rounds = since = 0
     while last - begun < options.seconds:
@@ -351,10 +397,6 @@ def soak(options: argparse.Namespace) -> int:
         elif now - begun >= options.seconds:
             break
     run["rounds"], run["seconds"] = rounds, round(time.monotonic() - begun, 1)
-    save(options.state, state)
-    load.close()
-    print(f"{rounds} rounds in {run['seconds']:.0f} s, {len(run['wrong'])} wrong results, {state['rounds']} rounds in all runs")
-    return 1 if run["wrong"] else 0
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
@@ -380,13 +422,16 @@ def slope(points: list[tuple[float, float]]) -> tuple[float, float] | None:
 
 
 def report(path: Path) -> int:
-    """Prints the figures of each run. Returns 1 if a result was wrong, or a slope is above 0 beyond its confidence."""
+    """Prints the figures of each run. Returns 1 if one of them failed or has too few samples, or if something grew."""
     state = json.loads(path.read_text())
     is_level = True
     for run in state["runs"]:
         minutes = run.get("seconds", run["samples"][-1]["seconds"] if run["samples"] else 0) / 60
         print(f"{run['begun']}, {run['device']}, PyTorch {run['pytorch']}: {minutes:.0f} min, {len(run['wrong'])} wrong results")
         samples = [figures for figures in run["samples"] if figures["seconds"] >= WARM_UP_SECONDS]
+        if "rounds" not in run or len(samples) < SAMPLES_LEAST:
+            print(f"{len(samples)} samples; {run.get('error', 'interrupted' if 'rounds' not in run else 'too short')}")
+            is_level = False
         print("| figure | least | most | slope per hour |\n|---|---:|---:|---:|")
         for name, title in FIGURES.items():
             points = [(figures["seconds"], figures[name]) for figures in samples if name in figures]
@@ -394,7 +439,7 @@ def report(path: Path) -> int:
             if fitted is None:
                 continue
             per_hour, half = fitted
-            is_level &= per_hour - half <= 0
+            is_level &= name in TIMES or per_hour - half <= 0
             values = [value for _, value in points]
             print(f"| {title} | {min(values):,.6g} | {max(values):,.6g} | {per_hour:+.3g} ± {half:.2g} |")
         is_level &= not run["wrong"]

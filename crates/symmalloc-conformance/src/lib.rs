@@ -342,6 +342,15 @@ fn a_piece_is_mapped_at_several_addresses_if_the_backend_can(backend: &impl Back
         unmap(backend, home, 0..8);
         return [home, first, second].into_iter().for_each(|range| release(backend, range));
     }
+    // The last piece may be smaller, or the only one.
+    let small = reserve(backend, 4);
+    backend.map_pieces((small, 0), granularity, 2 * granularity).expect("the backend should map a part of a piece");
+    backend
+        .map_pieces((small, granularity), 3 * granularity, 2 * granularity)
+        .expect("the backend should map a smaller last piece");
+    unmap(backend, small, 0..1);
+    unmap(backend, small, 1..4);
+    release(backend, small);
     // In a different order, twice, and with one of them in two ranges.
     for (range, to, from) in [(first, 0, 6), (first, 2, 2), (second, 2, 6), (second, 0, 0)] {
         let alias = backend.alias((range, to * granularity), (home, from * granularity), 2 * granularity);

@@ -125,7 +125,7 @@ impl Heap {
     /// than a granule.
     fn first_segment(&self, config: &PoolConfig, (granule, unit): (u64, u64), size: u64) -> Option<u64> {
         config.stitching()?;
-        if !has_free_size(config) || granule == unit {
+        if !has_free_size(config) || granule == unit || config.base().is_some() {
             return None;
         }
         let mapped: u64 = self.segments.iter().map(Segment::mapped).sum();

@@ -18,7 +18,7 @@ const LARGE_BYTES_MIN: u64 = 10 * MIB;
 const SMALL_SEGMENT_BYTES: u64 = 2 * MIB;
 
 /// The first tight segment of a heap is its granule divided by this number: 2 MiB of 16 MiB, PyTorch's small segment.
-const FIRST_SEGMENTS: Units = 8;
+const FIRST_SEGMENT_DIVISOR: Units = 8;
 
 /// The two classes by which usage is counted. In pools of fixed segments, each class also has separate segments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -46,8 +46,8 @@ pub(crate) struct SizeRules {
     rounding: Rounding,
     /// The unit in which memory is acquired and released: the backend's granularity, or the granule of stitching.
     pub(crate) granule: Units,
-    /// The backend's granularity. A *tight* segment acquires memory in this unit if a limit has no room for whole
-    /// granules.
+    /// The backend's granularity. A *tight* segment acquires memory in this unit: at the start of a heap, and if a limit
+    /// has no room for whole granules.
     granularity: Units,
 }
 
@@ -169,7 +169,7 @@ impl SizeRules {
         if self.granule == self.granularity || mapped_bytes >= bytes(self.granule) {
             return None;
         }
-        let size = self.tight_size(block.max(units(mapped_bytes)).max(self.granule / FIRST_SEGMENTS));
+        let size = self.tight_size(block.max(units(mapped_bytes)).max(self.granule / FIRST_SEGMENT_DIVISOR));
         (size <= self.granule / 2).then_some(size)
     }
 

@@ -12,7 +12,8 @@ use crate::types::units::MIB;
 pub struct Stitching {
     /// The pool acquires, releases and stitches memory in pieces of this many bytes, rounded up to the backend's
     /// granularity. The driver takes the same time to map a piece of any size, so larger pieces take less time per
-    /// byte. Smaller pieces leave less memory unused.
+    /// byte. Smaller pieces leave less memory unused. Until a heap holds a granule, it acquires smaller segments, which
+    /// are not stitched.
     pub granule_bytes: u64,
     /// Minimum size of a stitched request, in bytes. The default is [`LEAST_GRANULES`](Self::LEAST_GRANULES) times
     /// `granule_bytes`.

@@ -4,9 +4,9 @@
 //! |---|---|
 //! | fixed | a segment of PyTorch's size for the request |
 //! | reserved | its only segment, at the heap's first op; nothing afterwards |
+//! | expandable, stitching, below one granule | for a request of at most half a granule, a tight segment: an eighth of a granule, the request, or as much as the heap holds, whichever is largest |
 //! | expandable, growth 0 | nothing: only `reserve` makes it grow, in the lowest hole or at the end of the range |
 //! | expandable | a stitched range, if the pool stitches; memory for the lowest hole that makes the request fit; otherwise growth at the end of the range |
-//! | expandable, stitching, less than a granule mapped | for a small request, a tight segment of an eighth of a granule, or as large as the heap already is |
 //!
 //! A *tight* segment is mapped to its end in the backend's granularity, and never grows. Most heaps of a program hold a
 //! few small tensors, for which a whole granule would be too much. The first segments of a heap that stitches are
@@ -70,7 +70,10 @@ impl<L: Lock> Heap<L> {
                 Err(Shortage::of(size, OutOfMemoryCause::SegmentFull { segment_bytes: self.arena.mapped_bytes() }))
             }
             SegmentPolicy::Expandable(knobs) => {
-                if let Some(first) = self.arena.rules().first_segment(size, self.arena.mapped_bytes()) {
+                // The ranges of a pool with a base are few, and heaps take them in the order of their first memory.
+                if self.addresses.is_none()
+                    && let Some(first) = self.arena.rules().first_segment(size, self.arena.mapped_bytes())
+                {
                     return self.create_segment(context, stream, SizeClass::Large, first, first);
                 }
                 if let Some(stitching) = self.config.stitching().cloned()
