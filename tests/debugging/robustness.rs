@@ -253,3 +253,26 @@ fn a_failed_check_raises_no_alarm_and_fails_no_op() {
         }
     }
 }
+
+#[test]
+fn waking_an_awake_pool_keeps_the_damage() {
+    let device = SimBackend::builder().build();
+    let (allocator, [stream, _]) = allocator(&device, "debug:canary");
+    let block = named(&allocator, stream, 4000, "block");
+    overwrite(&device, &block, 4000);
+    let _refused_or_unneeded = allocator.wake(PoolId::DEFAULT);
+    allocator.check_memory().expect_err("the guard was overwritten");
+}
+
+#[test]
+fn a_sleep_does_not_save_what_the_program_freed() {
+    let device = SimBackend::builder().build();
+    let (allocator, [stream, _]) = allocator(&device, "debug:[poison,quarantine_mb:64]");
+    let freed = named(&allocator, stream, 8 * MIB, "freed");
+    let _live = named(&allocator, stream, MIB, "live");
+    allocator.free(freed.handle).expect("the allocation should be live");
+    let slept = allocator.sleep(PoolId::DEFAULT, Contents::Keep).expect("the pool should sleep");
+    assert_eq!(slept.kept_bytes, MIB);
+    allocator.wake(PoolId::DEFAULT).expect("the pool should wake");
+    assert_eq!(allocator.check_memory(), Ok(0), "no alarm for contents that were not saved");
+}

@@ -72,9 +72,11 @@ extern "C" fn finish() {
         let ended = std::mem::take(&mut *ENDED.lock().unwrap_or_else(PoisonError::into_inner));
         let serving = Context::all().filter(|context| !context.is_gone());
         let served = serving.map(|context| {
-            // Thread-local state of this thread, also that of the driver, may have been destroyed already.
-            let check = std::thread::Builder::new().spawn(move || report_damage(context));
-            let _panicked = check.map(std::thread::JoinHandle::join);
+            if settings.is_debugged() {
+                // Thread-local state of this thread, also that of the driver, may have been destroyed already.
+                let check = std::thread::Builder::new().spawn(move || report_damage(context));
+                let _panicked = check.map(std::thread::JoinHandle::join);
+            }
             recordings::stop(context.allocator());
             of_context(context)
         });
@@ -100,6 +102,9 @@ extern "C" fn finish() {
     });
 }
 
+/// Maximum number of damaged blocks that the exit reports for a context.
+const REPORTS_MAX: usize = 32;
+
 /// Checks the memory of a context, if the configuration has debugging options, and reports damage on standard error. Blocks until the work
 /// of the context is done.
 pub(crate) fn report_damage(context: &Context) {
@@ -108,7 +113,9 @@ pub(crate) fn report_damage(context: &Context) {
     }
     // Work of any stream may use memory of `cudaMalloc`. If the device is lost, nothing is found.
     let _lost = context.allocator().device().synchronize();
-    while let Err(damage) = context.allocator().core().check_memory() {
+    // Each check compares all blocks again.
+    for _ in 0..REPORTS_MAX {
+        let Err(damage) = context.allocator().core().check_memory() else { return };
         say(format_args!("memory was damaged: {damage}"));
     }
 }

@@ -1,7 +1,7 @@
 //! Debugging: the calls that check the memory of pools with [`DebugOptions`](crate::config::DebugOptions). The state of
 //! each heap is in its [`HeapDebugger`](crate::heap::debugger::HeapDebugger).
 //!
-//! No lock is held while the host waits for a stream. A check therefore visits the heaps three times: it submits
+//! No lock of a heap is held while the host waits for a stream. A check therefore visits the heaps three times: it submits
 //! comparisons, waits, and reads their results.
 
 use super::Allocator;
@@ -17,7 +17,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// Blocks that a check submits before it looks whether the host must wait.
-const BLOCKS_AT_ONCE: usize = 1 << 10;
+const BLOCKS_AT_ONCE: usize = 64;
 /// Freed blocks that an error names after a fault.
 const NAMED_MAX: usize = 4;
 
@@ -148,7 +148,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     fn fault(&self, error: &BackendError) -> Option<Box<MemoryFault>> {
-        if error.reason != Reason::DeviceLost {
+        if error.reason != Reason::DeviceLost || !self.recorder.is_debugged() {
             return None;
         }
         let freed = self.freed_last(NAMED_MAX);

@@ -174,7 +174,6 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut released = Released::default();
         for heap in &mut heaps {
             released = released.plus(heap.destroy(&self.context));
-            self.debug.keep(&mut *heap, &self.context);
         }
         self.end_sleep(&mut sleep);
         self.remove_released(entry, &mut heaps);
@@ -479,6 +478,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             return;
         }
         for heap in heaps {
+            self.debug.keep(heap, &self.context);
             destroyed.absorb(heap, entry.config().symmetric());
             let (id, number) = (heap.id(), heap.number());
             heap.replace(self.empty_heap(entry, id, number));

@@ -252,8 +252,10 @@ impl<B: Backend, L: Lock> Change<'_, B, L> {
         for heap in entry.heaps() {
             let mut heap = heap.lock();
             if after == Phase::Awake {
+                // The guards of a heap that did not sleep are evidence.
+                let has_slept = heap.is_asleep();
                 heap.wake_up();
-                if asked.is_none() {
+                if has_slept && asked.is_none() {
                     heap.rewrite_guards(&allocator.context);
                 }
             }

@@ -102,7 +102,8 @@ impl<L: Lock> Heap<L> {
             let first = parts.len();
             let slots = self.arena.blocks_of(segment).flat_map(|slot| match self.arena.block(slot).state {
                 BlockState::Planned => self.live_places(),
-                BlockState::Allocated { .. } => vec![slot],
+                // The program freed the blocks in a quarantine.
+                BlockState::Allocated { .. } if !self.arena.block(slot).is_quarantined() => vec![slot],
                 _ => Vec::new(),
             });
             for slot in slots {

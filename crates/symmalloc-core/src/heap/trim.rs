@@ -56,10 +56,14 @@ impl<L: Lock> Heap<L> {
     #[inline]
     pub(crate) fn release_above_threshold(&mut self, context: &DynContext<'_, L>) -> Option<BackendError> {
         let threshold_bytes = self.config.release_threshold_bytes()?;
-        // The memory of plans and of the quarantine is not free. Live allocations in it count twice, so that a step
+        // The memory of plans and of the quarantine is not free. Live allocations in plans count twice, so that a step
         // releases too little rather than too much.
-        let in_use_bytes = self.ledger.usage().allocated_bytes() + self.plan_bytes() + self.quarantined_bytes();
-        if self.arena.mapped_bytes().saturating_sub(in_use_bytes) <= threshold_bytes || self.is_asleep() {
+        let in_use_bytes = self.ledger.usage().allocated_bytes() + self.plan_bytes();
+        let free_bytes = self.arena.mapped_bytes().saturating_sub(in_use_bytes);
+        if free_bytes <= threshold_bytes || self.is_asleep() {
+            return None;
+        }
+        if free_bytes.saturating_sub(self.quarantined_bytes()) <= threshold_bytes {
             return None;
         }
         self.trim(context, None).error

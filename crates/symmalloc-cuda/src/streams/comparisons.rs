@@ -23,8 +23,9 @@ use symmalloc_core::ids::StreamId;
 
 /// Size of a block of pinned memory, which is divided into slots of one size.
 const SLAB_BYTES: usize = 1 << 20;
-/// Maximum number of slabs. The allocator waits for its comparisons before it needs so many, unless captures hold them.
-const SLABS_MAX: usize = 64;
+/// Maximum number of slabs, by the size of their slots. The allocator waits for its comparisons once they take 16 MiB, but not within one
+/// op, which may free thousands of blocks. Each size has its own maximum, so neither takes the memory of the other.
+const SLABS_MAX: [usize; 2] = [16, 256];
 /// The sizes of slots: guards are short, and freed blocks are compared in larger parts.
 const SLOT_BYTES: [usize; 2] = [1 << 10, COMPARED_BYTES_MAX as usize];
 
@@ -40,6 +41,8 @@ struct State {
     free: [Vec<usize>; SLOT_BYTES.len()],
     /// Addresses of pinned memory.
     slabs: Vec<usize>,
+    /// The number of slabs, by the size of their slots.
+    slab_counts: [usize; SLOT_BYTES.len()],
     running: BTreeMap<u64, Running>,
     next: u64,
     /// Number of slots that a copy may still write to, because its event failed or belongs to a capture. They are not reused.
@@ -192,7 +195,7 @@ impl Comparisons {
         if let Some(slot) = state.free[class].pop() {
             return Ok((class, slot));
         }
-        if state.slabs.len() == SLABS_MAX {
+        if state.slab_counts[class] == SLABS_MAX[class] {
             return Err(DriverError { call: "cuMemHostAlloc", code: OUT_OF_MEMORY });
         }
         let _current = self.device.enter()?;
@@ -204,6 +207,7 @@ impl Comparisons {
         // SAFETY: the driver returned `SLAB_BYTES` of writable memory, which nothing else uses yet. Now all of it is initialized.
         unsafe { std::ptr::write_bytes(address.cast::<u8>(), 0, SLAB_BYTES) };
         state.slabs.push(slab);
+        state.slab_counts[class] += 1;
         state.free[class].extend((slab..slab + SLAB_BYTES).step_by(SLOT_BYTES[class]));
         let slot = state.free[class].pop().expect("the slab has slots");
         Ok((class, slot))

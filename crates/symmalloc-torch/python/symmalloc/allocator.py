@@ -533,7 +533,7 @@ class Allocator:
         """Checks the memory of pools with `debug:canary` or `debug:poison`, and returns the number of checked guards.
 
         Waits for the streams of their allocations. Raises `InvalidState` if memory was damaged; the message names the allocation.
-        Each damage is raised once, by this method or by a later allocation.
+        Each damage is raised once.
         """
         checked = c_uint64()
         call("check_memory", self._handle, byref(checked))

@@ -51,7 +51,8 @@ def install(conf: str | None = None, *, trace: str | os.PathLike[str] | None = N
 
 def _report_damage(torch: Any) -> None:
     """Checks the memory of the current device at exit, and prints damage that no call has raised."""
-    while torch.cuda.is_initialized():
+    # Each check compares all blocks again, so the number of reports is limited.
+    for _ in range(32 if torch.cuda.is_initialized() else 0):
         try:
             state.allocator().check_memory()
             return
