@@ -456,6 +456,14 @@ class Examples(unittest.TestCase):
             self.assertIn("| simple.run[torch] | passed | failed (1) |", done.stdout)
             self.assertIn("3 passed, 1 failed", done.stdout)
             self.assertIn("this one fails", json.loads(out.read_text())["results"]["symmalloc"]["simple.run[torch]"])
+            (folder / "current").mkdir()
+            at = command.index("--out")
+            command[at : at + 2] = []
+            done = subprocess.run(
+                command, cwd=folder / "current", env=environment, capture_output=True, text=True, timeout=60
+            )
+            self.assertIn("3 passed, 1 failed", done.stdout, done.stderr)
+            self.assertEqual(list((folder / "current").iterdir()), [], "no files without --out")
 
     def test_a_run_without_any_example_fails(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
