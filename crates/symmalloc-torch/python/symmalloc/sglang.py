@@ -31,14 +31,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from .errors import InvalidArgument, InvalidState
-from .installation import install
-from .state import installed
-
-if not installed():
-    install()
-
+# This import installs symmalloc. It comes first, because it adds a tag to the configuration for `TMS_INIT_ENABLE`.
 from . import torch_memory_saver as _saver
+from .errors import InvalidArgument, InvalidState
 
 if not _saver.replace_original():
     warnings.warn(

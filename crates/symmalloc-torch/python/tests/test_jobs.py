@@ -310,9 +310,9 @@ class SGLang(unittest.TestCase):
         sys.path.insert(0, {str(FAKE_SGLANG)!r})
         from symmalloc import installation
         seen = []
-        def install():
+        def install(conf):
             seen.append([name for name in sys.modules if name.startswith("sglang")])
-            symmalloc.state.installed_with = (None, None)
+            symmalloc.state.installed_with = (conf, None)
         installation.install = install
         from symmalloc.sglang import Engine
         import torch_memory_saver
@@ -337,9 +337,9 @@ class SGLang(unittest.TestCase):
         sys.path.insert(0, {str(FAKE_SGLANG)!r})
         from symmalloc import installation
         seen = []
-        def install():
+        def install(conf):
             seen.append([name for name in sys.modules if name.startswith("sglang")])
-            symmalloc.state.installed_with = (None, None)
+            symmalloc.state.installed_with = (conf, None)
         installation.install = install
         """
         parent = """
@@ -409,18 +409,20 @@ class SGLang(unittest.TestCase):
         import runpy, sys, symmalloc
         from symmalloc import installation
         sys.path.insert(0, {str(FAKE_SGLANG)!r})
-        def install():
-            print("installed")
-            symmalloc.state.installed_with = (None, None)
+        def install(conf):
+            print("installed", conf)
+            symmalloc.state.installed_with = (conf, None)
         installation.install = install
         sys.argv[1:] = ["MODEL", *OPTIONS]
         runpy.run_module("symmalloc.sglang", run_name="__main__")
         """
         done = needs.process(program.replace("OPTIONS", "[]"))
-        lines = ["installed", "plug-ins", "MODEL symmalloc.sglang run_scheduler_process", "ended False"]
+        lines = ["installed None", "plug-ins", "MODEL symmalloc.sglang run_scheduler_process", "ended False"]
         self.assertEqual(done.stdout.splitlines(), lines, done.stderr)
         done = needs.process(program.replace("OPTIONS", "['--use-ray']"))
         self.assertIn("InvalidArgument: --use-ray: symmalloc.sglang serves over HTTP only", done.stderr)
+        done = needs.process(program.replace("OPTIONS", "[]"), TMS_INIT_ENABLE="1")
+        self.assertEqual(done.stdout.splitlines()[:1], ["installed tag:default"], done.stderr)
 
 
 class Examples(unittest.TestCase):

@@ -94,6 +94,38 @@ assert os.stat(folder + "/new").st_mode & 0o777 == 0o700
 """)
 
 
+class Installation(unittest.TestCase):
+    """The import installs symmalloc for the region of the whole process, or finds it installed."""
+
+    PROGRAM = """
+import symmalloc
+from symmalloc import installation, state
+installation.install = lambda conf=None: setattr(state, "installed_with", (conf, None))
+{before}
+import symmalloc.torch_memory_saver
+print(state.installed_with[0])
+"""
+
+    def imported(self, before: str = "", **environment: str) -> str:
+        done = needs.process(self.PROGRAM.replace("{before}", before), **environment)
+        return done.stdout.strip() or done.stderr.splitlines()[-1]
+
+    def test_the_region_of_the_process_needs_its_tag(self) -> None:
+        whole = {"TMS_INIT_ENABLE": "1"}
+        self.assertEqual(self.imported(**whole), "tag:default")
+        self.assertEqual(self.imported(**whole, SYMMALLOC_CONF="limit_mb:8"), "limit_mb:8,tag:default")
+        self.assertEqual(self.imported(SYMMALLOC_CONF="limit_mb:8"), "None", "as a later install() without arguments")
+        self.assertEqual(self.imported("state.installed_with = (None, None)"), "None")
+        refused = "InvalidState: TMS_INIT_ENABLE is set, but symmalloc is installed without tag:default"
+        for conf in (None, "tag:weights", "tag:default2"):
+            said = self.imported(f"state.installed_with = ({conf!r}, None)", **whole)
+            self.assertIn(refused, said)
+            self.assertIn("before install(), or add tag:default to its configuration", said)
+        before = "state.installed_with = (None, None)"
+        self.assertEqual(self.imported(before, **whole, SYMMALLOC_CONF="limit_mb:8, tag:default"), "None")
+        self.assertIn("tag:default", self.imported("state.installed_with = ('tag:default', None)", **whole))
+
+
 @needs.torch
 @needs.device
 @needs.stand_ins
