@@ -19,7 +19,7 @@ SGLang's memory saver (`--enable-memory-saver`) imports torch_memory_saver, whos
 `symmalloc.torch_memory_saver` in its place.
 
 The import raises as `symmalloc.install` does, and `InvalidState` if this SGLang does not let a program choose the function. It warns if
-torch_memory_saver was imported before. Written for SGLang 0.5.17 and 0.5.23.
+torch_memory_saver was imported before, and a scheduler with the memory saver then raises `InvalidState`. Written for SGLang 0.5.17 and 0.5.23.
 """
 
 from __future__ import annotations
@@ -59,11 +59,24 @@ SEGMENT_BYTES = 2 << 20
 
 
 def run_scheduler_process(*arguments: Any, **named: Any) -> None:
-    """Runs a scheduler of SGLang. Its process has imported this file, and so has symmalloc installed."""
+    """Runs a scheduler of SGLang. Its process has imported this file, and so has symmalloc installed.
+
+    Raises `InvalidState` for a scheduler with the memory saver in whose process the original torch_memory_saver was imported.
+    """
     from sglang.srt.managers.scheduler import run_scheduler_process as run
 
+    _check_saver(*arguments, *named.values())
     _align_borrowed_memory()
     run(*arguments, **named)
+
+
+def _check_saver(*arguments: Any) -> None:
+    is_on = any(getattr(argument, "enable_memory_saver", False) for argument in arguments)
+    if is_on and sys.modules.get("torch_memory_saver") is not _saver:
+        raise InvalidState(
+            "the original torch_memory_saver was imported before symmalloc.sglang, so --enable-memory-saver would release nothing: "
+            "import symmalloc.sglang first"
+        )
 
 
 def _align_borrowed_memory() -> None:

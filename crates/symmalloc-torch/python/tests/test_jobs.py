@@ -404,6 +404,27 @@ class SGLang(unittest.TestCase):
         done = needs.process(program.replace("del Engine.run_scheduler_process_func", there))
         self.assertIn("RuntimeWarning: torch_memory_saver was imported before symmalloc.sglang", done.stderr)
 
+    def test_a_scheduler_with_the_original_memory_saver_is_an_error(self) -> None:
+        program = f"""
+        import sys, symmalloc
+        from types import SimpleNamespace
+        sys.path.insert(0, {str(FAKE_SGLANG)!r})
+        symmalloc.state.installed_with = (None, None)
+        BEFORE
+        from symmalloc.sglang import run_scheduler_process as run
+        run(SimpleNamespace(enable_memory_saver=False))
+        from sglang.srt.managers import scheduler
+        for with_saver in (lambda options: run(options), lambda options: run(server_args=options)):
+            try:
+                with_saver(SimpleNamespace(enable_memory_saver=True))
+            except symmalloc.InvalidState as error:
+                assert "import symmalloc.sglang first" in str(error)
+        print(len(scheduler.calls))
+        """
+        done = needs.process(program.replace("BEFORE", "sys.modules['torch_memory_saver'] = sys"))
+        self.assertEqual(done.stdout, "1\n", done.stderr)
+        self.assertEqual(needs.process(program.replace("BEFORE", "")).stdout, "3\n")
+
     def test_the_command_serves_over_http_with_symmalloc_and_ends_its_processes(self) -> None:
         program = f"""
         import runpy, sys, symmalloc
