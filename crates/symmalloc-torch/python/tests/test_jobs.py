@@ -237,7 +237,8 @@ class Comparison(unittest.TestCase):
 
 class SGLang(unittest.TestCase):
     def serve(self, *options: str, **environment: str) -> tuple[Any, dict]:
-        return served("sglang_serve", FAKE_SGLANG, options, environment)
+        # The speed of a fake engine says nothing.
+        return served("sglang_serve", FAKE_SGLANG, ("--least-speed", "0", *options), environment)
 
     def test_kinds_on_several_gpus_are_compared_with_native_of_their_sort(self) -> None:
         for together in ((), ("--together",)):
@@ -270,7 +271,7 @@ class SGLang(unittest.TestCase):
             self.assertEqual(cycles["missing_bytes_after_resume"], 0)
         self.assertEqual(report["symmalloc_saver"]["speed_compared_with"], "native_saver")
         self.assertEqual(report["symmalloc"]["speed_compared_with"], "native")
-        self.assertNotIn("FAIL symmalloc_saver: 20", done.stdout)
+        self.assertNotIn("FAIL", done.stdout)
         for behavior, line in (
             ("keeps", "FAIL symmalloc_saver: returned to the device {'kv_cache': 0, 'weights': 0, 'kv_cache+weights': 0}"),
             ("forgets", "FAIL symmalloc_saver: 0 of 20 requests alike after 4 cycles"),
@@ -278,6 +279,41 @@ class SGLang(unittest.TestCase):
         ):
             done, _ = self.serve(*options, FAKE_SGLANG=f"install/saver:{behavior}")
             self.assertIn(line, done.stdout)
+            self.assertEqual(done.returncode, 1, "a missed bar is an error")
+        done, report = self.serve("--kinds", "native,symmalloc", "--rounds", "3", "--least-speed", "1e9")
+        self.assertIn("FAIL symmalloc: ", done.stdout)
+        self.assertEqual(done.returncode, 1)
+        ratios = [one / other for one, other in zip(report["symmalloc"]["all"], report["native"]["all"], strict=True)]
+        self.assertEqual(report["symmalloc"]["speed_of_rounds"], sorted(ratios)[1])
+
+    def test_each_bar_can_be_missed(self) -> None:
+        job("vllm_serve")
+        module = job("sglang_serve")
+
+        def failures(**changed: Any) -> list[str]:
+            returned = changed.pop("returned", {"kv_cache": 90, "weights": 91})
+            cycles = {"cycles": 2, "equal_requests": 5, "equal_to_the_last_round": 5, "missing_bytes_after_resume": 0}
+            native = {"cycles": cycles | {"returned_bytes": {"kv_cache": 100, "weights": 100, "kv_cache+weights": None}}}
+            ours = {"equal_requests": 5, "speed": 0.97, "speed_of_rounds": 0.98, "speed_compared_with": "native_saver"}
+            ours |= {"cycles": cycles | {"returned_bytes": returned}} | changed
+            report = {"requests": 5, "requests_where_native_repeats_itself": ours["equal_requests"]}
+            report |= {"native_saver": native, "symmalloc_saver": ours}
+            lines = module.verdicts(report, ["native_saver", "symmalloc_saver"], 0.98)
+            self.assertEqual(len(lines), 8)
+            return [line for line in lines if not line.startswith("PASS ")]
+
+        self.assertEqual(failures(), [])
+        (line,) = failures(returned={"kv_cache": 89, "weights": 100})
+        self.assertEqual(
+            line,
+            "FAIL symmalloc_saver: returned to the device {'kv_cache': 89, 'weights': 100}; native_saver {'kv_cache': 100, 'weights': 100}",
+        )
+        self.assertEqual(len(failures(returned={"kv_cache": None})), 1, "nothing was released")
+        (line,) = failures(equal_requests=0)
+        self.assertIn("FAIL symmalloc_saver: 0 of 0 requests have native's tokens", line)
+        (line,) = failures(speed=0.99, speed_of_rounds=0.979)
+        self.assertIn("0.979 of the speed of native_saver", line)
+        self.assertIn("the medians of all rounds: 0.990", line)
 
     def test_a_pytorch_that_sglang_was_not_built_for_is_an_error(self) -> None:
         done, _ = self.serve("--rounds", "1", FAKE_TORCH="2.11.0")
