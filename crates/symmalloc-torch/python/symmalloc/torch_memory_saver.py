@@ -70,7 +70,7 @@ class Implementation:
             self._whole_process = backup_of(has_cpu, has_disk, self._backend if has_cpu else None)
         whole = Region(self._whole_process is not None, DEFAULT_TAG, has_cpu, self._backend, has_disk)
         self._regions = Regions(whole)
-        self._binary_wrapper = BinaryWrapper(Functions(self, self._regions))
+        self._binary_wrapper = BinaryWrapper(Functions(self, self._regions), self._regions)
         if not installed():
             conf = None
             if self._whole_process is not None:

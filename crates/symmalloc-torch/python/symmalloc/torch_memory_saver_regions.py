@@ -189,3 +189,18 @@ class BinaryWrapper:
     """The object by which programs reach the C functions."""
 
     cdll: Functions
+    _regions: Regions
+
+    def set_config(
+        self,
+        *,
+        tag: str,
+        interesting_region: bool,
+        enable_cpu_backup: bool,
+        cpu_backup_backend: str | None = None,
+        enable_disk_backup: bool = False,
+    ) -> None:
+        """Changes the region of the innermost block or of the thread at once; `cpu_backup_backend=None` keeps the backend."""
+        backend = self._regions.now.cpu_backup_backend if cpu_backup_backend is None else cpu_backup_backend
+        to = Region(interesting_region, tag, enable_cpu_backup, backend, enable_disk_backup)
+        self._regions.change(**vars(to))

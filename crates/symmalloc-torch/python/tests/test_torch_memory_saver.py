@@ -298,6 +298,35 @@ thread = threading.Thread(target=lambda: tms.tms_set_interesting_region(True)); 
 assert now()[0] is False and tag_of(empty(MIB)) is None
 """)
 
+    def test_one_call_changes_the_whole_region(self) -> None:
+        self.succeeds("""
+wrapper = saver._impl._binary_wrapper
+tms = wrapper.cdll
+def now():
+    return (tms.tms_get_interesting_region(), tms.tms_get_current_tag(), tms.tms_get_enable_cpu_backup(),
+            tms.tms_get_cpu_backup_backend(), tms.tms_get_enable_disk_backup())
+outside = now()
+regions = lambda: {entry["tag"] for entry in symmalloc.allocator(0).stats()["pools"]} - {None}
+wrapper.set_config(tag="weights", interesting_region=True, enable_cpu_backup=True, cpu_backup_backend="mmap")
+assert now() == (True, b"weights", True, b"mmap", False)
+weights = empty(4 * MIB)
+fill(weights, 8)
+wrapper.set_config(tag="cache", interesting_region=True, enable_cpu_backup=False)
+assert now() == (True, b"cache", False, b"mmap", False), "the backend stays"
+cache = empty(4 * MIB)
+assert regions() == {"weights", "cache"}, "no region in between"
+raises(ValueError, "exclude each other", lambda: wrapper.set_config(
+    tag="both", interesting_region=True, enable_cpu_backup=True, enable_disk_backup=True))
+assert now() == outside, "the thread's own region remains"
+wrapper.set_config(tag="default", interesting_region=False, enable_cpu_backup=False, cpu_backup_backend="pinned")
+saver.pause("weights")
+assert bool((saver.get_cpu_backup(weights) == 8).all())
+saver.resume("weights")
+with saver.region(tag="block"):
+    wrapper.set_config(tag="cache", interesting_region=True, enable_cpu_backup=False)
+assert now() == outside
+""")
+
     def test_the_region_of_the_process_excludes_buffers_and_may_be_on_disk(self) -> None:
         self.succeeds("""
 tms = saver._impl._binary_wrapper.cdll
