@@ -298,6 +298,34 @@ thread = threading.Thread(target=lambda: tms.tms_set_interesting_region(True)); 
 assert now()[0] is False and tag_of(empty(MIB)) is None
 """)
 
+    def test_a_change_of_the_region_nests_with_the_scopes_of_other_pools(self) -> None:
+        self.succeeds("""
+tms = saver._impl._binary_wrapper.cdll
+of = symmalloc.allocator(0)
+def pool_of():
+    tensor = empty(MIB)
+    return of.placement_of(tensor.data_ptr()).pool
+other = symmalloc.MemPool(symmetric=False)
+tms.tms_set_interesting_region(True)
+region = pool_of()
+with symmalloc.use_mem_pool(other):
+    raises(symmalloc.InvalidState, "end that scope before the next change", lambda: tms.tms_set_interesting_region(False))
+    assert tms.tms_get_interesting_region() and pool_of() == other.id
+assert pool_of() == region != other.id
+tms.tms_set_interesting_region(False)
+assert pool_of() == 0
+with symmalloc.use_mem_pool(other):
+    tms.tms_set_interesting_region(True)
+    assert pool_of() == region
+    tms.tms_set_interesting_region(False)
+    assert pool_of() == other.id
+def forgets():
+    with symmalloc.use_mem_pool(other):
+        tms.tms_set_interesting_region(True)
+raises(symmalloc.InvalidState, "undo a call of tms_set_", forgets)
+assert pool_of() == 0
+""")
+
     def test_one_call_changes_the_whole_region(self) -> None:
         self.succeeds("""
 wrapper = saver._impl._binary_wrapper
