@@ -55,9 +55,10 @@ _outside: dict[int, MemPool] = {}
 
 def _outside_pool(device: int) -> MemPool:
     """Returns the pool for allocations that no pause may release."""
-    if (pool := _outside.get(device)) is None:
-        pool = _outside[device] = MemPool(symmetric=False, conf="segments:expandable", device=device)
-    return pool
+    with sleeping.creation:
+        if (pool := _outside.get(device)) is None:
+            pool = _outside[device] = MemPool(symmetric=False, conf="segments:expandable", device=device)
+        return pool
 
 
 class Level:
