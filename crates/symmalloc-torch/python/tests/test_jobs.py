@@ -397,6 +397,27 @@ class SGLang(unittest.TestCase):
         done = needs.process(begin + child)
         self.assertEqual(done.returncode, 0, done.stderr)
 
+    def test_a_missing_function_of_data_parallelism_is_a_warning_with_the_version(self) -> None:
+        program = f"""
+        import importlib.metadata, sys, symmalloc
+        sys.path.insert(0, {str(FAKE_SGLANG)!r})
+        symmalloc.state.installed_with = (None, None)
+        importlib.metadata.version = lambda _: VERSION
+        from sglang.srt.entrypoints import engine
+        del engine.NAME
+        import symmalloc.sglang
+        """
+        for version, name, warns in (
+            ("0.6.0", "run_scheduler_process_with_init_pipe", True),
+            ("0.6.0", "run_data_parallel_controller_process", True),
+            ("0.5.17", "run_data_parallel_controller_process", True),
+            ("0.5.17", "run_scheduler_process_with_init_pipe", False),
+        ):
+            done = needs.process(program.replace("NAME", name).replace("VERSION", repr(version)))
+            self.assertEqual(done.returncode, 0, done.stderr)
+            said = f"RuntimeWarning: SGLang {version} has no engine.{name}: with data parallelism"
+            self.assertEqual(said in done.stderr, warns, done.stderr)
+
     def test_all_modules_of_torch_memory_saver_are_replaced(self) -> None:
         program = f"""
         import os, sys, symmalloc
