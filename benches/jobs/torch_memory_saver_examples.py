@@ -163,7 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--examples", type=Path, required=True, help="the folder test/examples of torch_memory_saver")
     parser.add_argument("--wheel", type=Path, help="torch_memory_saver's wheel: also run the examples on the original")
-    parser.add_argument("--out", type=Path, default=Path("torch_memory_saver.json"), help="the report")
+    parser.add_argument("--out", type=Path, help="the report, with logs of failed runs next to it; default: no files")
     parser.add_argument("--only", default="", help="run examples whose name contains this text")
     parser.add_argument(
         "--gpus", type=int, default=None, help="run examples that need this many GPUs; default: all that fit"
@@ -200,7 +200,7 @@ def main() -> None:
                     waiting.append(later.start(arguments.examples, Path(folder)))
                 start = time.monotonic()
                 code, said = finish(waiting.popleft())
-                if code:
+                if code and arguments.out is not None:
                     arguments.out.with_suffix(f".{run.kind}.{run.name}.log").write_text(said)
                 failure = f"failed ({code}): " + " | ".join(said.splitlines()[-3:])
                 results[run.kind][run.name] = failure if code else "passed"
@@ -210,7 +210,9 @@ def main() -> None:
                 process.kill()
                 process.wait()
     failed = sum(result != "passed" for of_kind in results.values() for result in of_kind.values())
-    arguments.out.write_text(json.dumps({"torch": torch.__version__, "results": results, "inapplicable": INAPPLICABLE}, indent=1))
+    if arguments.out is not None:
+        report = {"torch": torch.__version__, "results": results, "inapplicable": INAPPLICABLE}
+        arguments.out.write_text(json.dumps(report, indent=1))
     print(table(runs, results, kinds))
     print(f"{len(runs) - failed} passed, {failed} failed; not run on symmalloc: {INAPPLICABLE}")
     if not runs:

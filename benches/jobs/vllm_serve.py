@@ -655,6 +655,8 @@ def evaluate(
         alike = [native for native in natives if known[native].resembles(known[name])]
         reference = (alike or natives)[0]
         report[name]["speed"] = report[name]["tokens_per_second"] / report[reference]["tokens_per_second"]
+        of_rounds = [one / other for one, other in zip(report[name]["all"], report[reference]["all"], strict=True)]
+        report[name]["speed_of_rounds"] = statistics.median(of_rounds)
         report[name]["speed_compared_with"] = reference
 
 

@@ -41,7 +41,7 @@ def install(conf: str | None = None, *, trace: str | os.PathLike[str] | None = N
     if trace is not None:
         os.environ["SYMMALLOC_TRACE"] = os.fspath(trace)
     state.installed_with = arguments
-    if "tag:" in (conf if conf is not None else os.environ.get("SYMMALLOC_CONF", "")):
+    if "tag:" in state.configuration():
         captured_buffers.turn_off()
     if "debug:" in (conf if conf is not None else os.environ.get("SYMMALLOC_CONF", "")):
         atexit.register(_report_damage, torch)

@@ -8,9 +8,8 @@ Import it before `sglang`, whose kernels use CUDA when they are imported. SGLang
 install an allocator. `Engine` names the function that runs a scheduler. A spawned process imports this file to find that
 function, and so installs symmalloc first. The schedulers inherit `SYMMALLOC_CONF`, but not the arguments of an `install()` in the program.
 
-With data parallelism, the first function of a process is one that SGLang does not let a program choose, and that imports SGLang's kernels:
-of the controller, and of each scheduler with data-parallel attention. Both are replaced in SGLang's `engine` by functions of this file,
-which call them. So it does not matter whether the program's main module imports this file.
+With data parallelism, SGLang starts its controller, and with DP attention each scheduler, with functions of its own, which import
+SGLang's kernels. This file replaces both.
 
 With `SGLANG_ENABLE_GRAPH_POOL_BORROW`, a `torch.cuda.MemPool` allocates in the free parts of the memory of CUDA graphs. symmalloc requires
 segments that begin at a multiple of 2 MiB, so the schedulers offer it only the aligned part of each free part.
@@ -19,11 +18,13 @@ SGLang's memory saver (`--enable-memory-saver`) imports torch_memory_saver, whos
 `symmalloc.torch_memory_saver` in its place.
 
 The import raises as `symmalloc.install` does, and `InvalidState` if this SGLang does not let a program choose the function. It warns if
-torch_memory_saver was imported before. Written for SGLang 0.5.17 and 0.5.23.
+torch_memory_saver was imported before, and a scheduler with the memory saver then raises `InvalidState`. It also warns if this SGLang
+lacks a function of data parallelism. Written for SGLang 0.5.17 and 0.5.23.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import sys
 import warnings
@@ -31,14 +32,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from .errors import InvalidArgument, InvalidState
-from .installation import install
-from .state import installed
-
-if not installed():
-    install()
-
+# This import installs symmalloc. It comes first, because it adds a tag to the configuration for `TMS_INIT_ENABLE`.
 from . import torch_memory_saver as _saver
+from .errors import InvalidArgument, InvalidState
 
 if not _saver.replace_original():
     warnings.warn(
@@ -64,11 +60,24 @@ SEGMENT_BYTES = 2 << 20
 
 
 def run_scheduler_process(*arguments: Any, **named: Any) -> None:
-    """Runs a scheduler of SGLang. Its process has imported this file, and so has symmalloc installed."""
+    """Runs a scheduler of SGLang. Its process has imported this file, and so has symmalloc installed.
+
+    Raises `InvalidState` for a scheduler with the memory saver in whose process the original torch_memory_saver was imported.
+    """
     from sglang.srt.managers.scheduler import run_scheduler_process as run
 
+    _check_saver(*arguments, *named.values())
     _align_borrowed_memory()
     run(*arguments, **named)
+
+
+def _check_saver(*arguments: Any) -> None:
+    is_on = any(getattr(argument, "enable_memory_saver", False) for argument in arguments)
+    if is_on and sys.modules.get("torch_memory_saver") is not _saver:
+        raise InvalidState(
+            "the original torch_memory_saver was imported before symmalloc.sglang, so --enable-memory-saver would release nothing: "
+            "import symmalloc.sglang first"
+        )
 
 
 def _align_borrowed_memory() -> None:
@@ -107,10 +116,36 @@ def run_data_parallel_controller_process(*arguments: Any, **named: Any) -> None:
     run(*arguments, **named)
 
 
-for _first in (run_scheduler_process_with_init_pipe, run_data_parallel_controller_process):
-    # Not every version has both.
-    if hasattr(_engine, _first.__name__):
-        setattr(_engine, _first.__name__, _first)
+FIRST_FUNCTIONS: dict[Callable[..., None], tuple[str, ...]] = {
+    run_data_parallel_controller_process: (),
+    run_scheduler_process_with_init_pipe: ("0.5.17",),
+}
+"""The functions of this file that replace those of the same name in SGLang's `engine`, and the versions that have none."""
+
+
+def _replace_first_functions() -> None:
+    """Warns if SGLang lacks one: it may start these processes with a function that this file does not know."""
+    version = _version()
+    for first, without in FIRST_FUNCTIONS.items():
+        if hasattr(_engine, first.__name__):
+            setattr(_engine, first.__name__, first)
+        elif version not in without:
+            warnings.warn(
+                f"SGLang {version} has no engine.{first.__name__}: with data parallelism, its processes may use CUDA before symmalloc "
+                "is installed. Use 0.5.17 or 0.5.23, for which symmalloc.sglang was written",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return "of an unknown version"
+
+
+_replace_first_functions()
 
 
 class Engine(_Engine):  # type: ignore[misc]

@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,6 +43,9 @@ class Backup:
     contents: Contents
     storage: Storage = Storage.PINNED
 
+
+creation = threading.Lock()
+"""Held by a thread that creates a pool which all threads share: two threads must not both create it."""
 
 # The pools of regions, by tag, backup and device.
 _regions: dict[tuple[str, Backup, int], MemPool] = {}
@@ -142,11 +146,19 @@ def region(
     backup = backup_of(enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
     device = device_index()
     key = (tag, backup, device)
-    if (pool := _regions.get(key)) is None:
-        pool = _regions[key] = MemPool(symmetric=False, tag=tag, conf="segments:expandable", device=device)
-        keep_in(allocator(device), device, pool.id, backup)
-    with use_mem_pool(pool):
+    with use_mem_pool(_regions.get(key) or _region_pool(key)):
         yield
+
+
+def _region_pool(key: tuple[str, Backup, int]) -> MemPool:
+    """Returns the pool of a region. Creates it if needed, once for all threads."""
+    tag, backup, device = key
+    with creation:
+        if (pool := _regions.get(key)) is None:
+            pool = MemPool(symmetric=False, tag=tag, conf="segments:expandable", device=device)
+            keep_in(allocator(device), device, pool.id, backup)
+            _regions[key] = pool
+        return pool
 
 
 def backup_of(cpu: bool, disk: bool, backend: str | None) -> Backup:
@@ -264,17 +276,20 @@ def tagged_pools(device: Device = None) -> list[Tagged]:
     found = []
     for index in devices or [device_index(device)]:
         of = allocator(index)
+        # Before the pools are listed, so that a pool that another thread creates meanwhile is not taken for a destroyed one.
+        noted = {*_graph_tags, *_backups}
         pools = [(pool["pool"], _graph_tags.get((index, pool["pool"]), pool["tag"])) for pool in of.stats()["pools"]]
-        _forget_others(index, {pool for pool, _ in pools})
+        existing = {(index, pool) for pool, _ in pools}
+        _forget(key for key in noted - existing if key[0] == index)
         found += [Tagged(index, of, pool, tag) for pool, tag in pools if tag is not None]
     return found
 
 
-def _forget_others(device: int, pools: set[int]) -> None:
+def _forget(pools: Iterable[tuple[int, int]]) -> None:
     """Removes the tags and backups of pools that PyTorch has destroyed. Their numbers are not reused."""
-    for by_pool in (_graph_tags, _backups):
-        for gone in [(on, pool) for on, pool in by_pool if on == device and pool not in pools]:
-            del by_pool[gone]
+    for key in pools:
+        _graph_tags.pop(key, None)
+        _backups.pop(key, None)
 
 
 def _checked(pools: list[Tagged], names: list[str] | None, kept: frozenset[str] | None) -> list[Tagged]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from .allocator import Allocator
 from .devices import Device, device_index
 from .errors import NotInstalled
@@ -13,6 +15,12 @@ installed_with: tuple[str | None, str | None] | None = None
 def installed() -> bool:
     """Returns `True` after a successful `install()` in this process."""
     return installed_with is not None
+
+
+def configuration() -> str:
+    """Returns the configuration text of `install()`, or that of the environment."""
+    conf = None if installed_with is None else installed_with[0]
+    return os.environ.get("SYMMALLOC_CONF", "") if conf is None else conf
 
 
 def allocator(device: Device = None) -> Allocator:

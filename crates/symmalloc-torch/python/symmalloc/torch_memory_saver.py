@@ -9,7 +9,8 @@
     torch_memory_saver.pause()
     torch_memory_saver.resume()
 
-The import installs symmalloc, so it comes before the program uses CUDA. It reads torch_memory_saver's environment variables:
+The import installs symmalloc, so it comes before the program uses CUDA. With `TMS_INIT_ENABLE`, it raises `InvalidState` if symmalloc
+was installed before without `tag:default`. It reads torch_memory_saver's environment variables:
 
     TMS_INIT_ENABLE              1: the whole process is a region with the tag "default", except for the blocks of other regions
     TMS_INIT_ENABLE_CPU_BACKUP   1: that region has a backup on the host
@@ -36,19 +37,21 @@ from typing import TYPE_CHECKING, Any
 
 from . import captured_buffers, sleeping
 from .devices import device_index, import_torch
-from .errors import InvalidArgument
+from .errors import InvalidArgument, InvalidState
 from .installation import install
 from .pool import MemPool, add_tagged_device
 from .pool import known as known_pool
 from .scopes import use_mem_pool
 from .sleeping import Backup, Tagged, backup_of, keep_in, tagged_pools
-from .state import allocator, installed
+from .state import allocator, configuration, installed
 from .torch_memory_saver_regions import BinaryWrapper, Functions, Region, Regions
 
 if TYPE_CHECKING:
     import torch
 
 DEFAULT_TAG = "default"
+DEFAULT_KEY = f"tag:{DEFAULT_TAG}"
+"""The configuration that makes the whole process a region."""
 HOOK_MODES = ("preload", "torch")
 _registered_modes: dict[str, Callable[[], Any]] = {}
 
@@ -67,12 +70,17 @@ class Implementation:
             self._whole_process = backup_of(has_cpu, has_disk, self._backend if has_cpu else None)
         whole = Region(self._whole_process is not None, DEFAULT_TAG, has_cpu, self._backend, has_disk)
         self._regions = Regions(whole)
-        self._binary_wrapper = BinaryWrapper(Functions(self, self._regions))
+        self._binary_wrapper = BinaryWrapper(Functions(self, self._regions), self._regions)
         if not installed():
-            conf = os.environ.get("SYMMALLOC_CONF")
+            conf = None
             if self._whole_process is not None:
-                conf = f"{conf},tag:{DEFAULT_TAG}" if conf else f"tag:{DEFAULT_TAG}"
+                conf = ",".join(filter(None, (os.environ.get("SYMMALLOC_CONF"), DEFAULT_KEY)))
             install(conf)
+        elif self._whole_process is not None and DEFAULT_KEY not in _keys(configuration()):
+            raise InvalidState(
+                f"TMS_INIT_ENABLE is set, but symmalloc is installed without {DEFAULT_KEY}, so pause() would release nothing: "
+                f"import symmalloc.torch_memory_saver before install(), or add {DEFAULT_KEY} to its configuration"
+            )
 
     @contextmanager
     def region(
@@ -337,6 +345,10 @@ def configure_subprocess() -> Iterator[None]:
 
 def _has_backup(tagged: Tagged) -> bool:
     return sleeping.has_backup(tagged.device, tagged.pool)
+
+
+def _keys(conf: str) -> list[str]:
+    return [key.strip() for key in conf.split(",")]
 
 
 def _is_set(variable: str) -> bool:

@@ -4,8 +4,9 @@ Programs call these functions through `torch_memory_saver._impl._binary_wrapper.
 library from the region of the whole process: `tms_set_interesting_region(False)`, the library's constructor, and
 `tms_set_interesting_region(True)`.
 
-A level belongs to each `with` block, and one to the thread. The setters change the innermost level. A level that differs from
-its block has a scope of its own, which begins with the change and ends when the change is undone, or with the block.
+Each `with` block has a level, and so does the thread. The setters change the innermost level. A level that differs from
+its block has a scope of its own, which begins with the change and ends when the change is undone, or with the block. This scope
+nests with all other scopes of the thread: a setter that would end it inside a later scope raises `InvalidState`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from . import sleeping
 from .devices import device_index
+from .errors import InvalidState
 from .pool import MemPool
-from .scopes import use_mem_pool
+from .scopes import Scope, innermost, use_mem_pool
 from .state import allocator
 
 if TYPE_CHECKING:
@@ -53,9 +55,10 @@ _outside: dict[int, MemPool] = {}
 
 def _outside_pool(device: int) -> MemPool:
     """Returns the pool for allocations that no pause may release."""
-    if (pool := _outside.get(device)) is None:
-        pool = _outside[device] = MemPool(symmetric=False, conf="segments:expandable", device=device)
-    return pool
+    with sleeping.creation:
+        if (pool := _outside.get(device)) is None:
+            pool = _outside[device] = MemPool(symmetric=False, conf="segments:expandable", device=device)
+        return pool
 
 
 class Level:
@@ -64,22 +67,31 @@ class Level:
     def __init__(self, block: Region) -> None:
         self._block = self.now = block
         self._scope: AbstractContextManager[None] | None = None
+        self._innermost: Scope | None = None
+        """The scope of the pool in `_scope`."""
 
     def change(self, to: Region) -> None:
-        """Changes the region until the end of the block. If it fails, the block's own region remains."""
+        """Changes the region until the end of the block. If it fails, the block's own region remains.
+
+        Raises `InvalidState`, and changes nothing, inside a scope that began after the last change.
+        """
         if to == self.now:
             return
+        if self._innermost is not None and innermost(self._innermost.device) is not self._innermost:
+            raise InvalidState(
+                "another pool's scope began after the last change of the region: end that scope before the next change"
+            )
         self.end()
         is_elsewhere = to.interesting or self._block.interesting
         if to != self._block and is_elsewhere:
-            scope = to.scope()
+            device, scope = device_index(), to.scope()
             scope.__enter__()
-            self._scope = scope
+            self._scope, self._innermost = scope, innermost(device)
         self.now = to
 
     def end(self) -> None:
         """Undoes all changes."""
-        scope, self._scope, self.now = self._scope, None, self._block
+        scope, self._scope, self._innermost, self.now = self._scope, None, None, self._block
         if scope is not None:
             scope.__exit__(None, None, None)
 
@@ -189,3 +201,18 @@ class BinaryWrapper:
     """The object by which programs reach the C functions."""
 
     cdll: Functions
+    _regions: Regions
+
+    def set_config(
+        self,
+        *,
+        tag: str,
+        interesting_region: bool,
+        enable_cpu_backup: bool,
+        cpu_backup_backend: str | None = None,
+        enable_disk_backup: bool = False,
+    ) -> None:
+        """Changes the region of the innermost block or of the thread at once; `cpu_backup_backend=None` keeps the backend."""
+        backend = self._regions.now.cpu_backup_backend if cpu_backup_backend is None else cpu_backup_backend
+        to = Region(interesting_region, tag, enable_cpu_backup, backend, enable_disk_backup)
+        self._regions.change(**vars(to))

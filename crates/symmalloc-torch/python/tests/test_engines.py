@@ -174,6 +174,46 @@ def program(rank):
 on_ranks(program)
 """)
 
+    def test_scopes_that_end_out_of_order_are_an_error_and_all_end(self) -> None:
+        self.succeeds("""
+from threading import Thread
+
+def program(rank):
+    first, second = (MemPool(symmetric=False, device=rank.number) for _ in range(2))
+    elsewhere = MemPool(symmetric=False, device=1 - rank.number)
+    pool_of = lambda: symmalloc.allocator(rank.number).placement_of(rank.allocate(MIB)).pool
+    outer, inner, other = use_mem_pool(first), use_mem_pool(second), use_mem_pool(elsewhere)
+    outer.__enter__(), other.__enter__()
+    outer.__exit__(None, None, None)
+    other.__exit__(None, None, None)  # devices are independent of each other
+    outer.__enter__(), inner.__enter__()
+    raises(symmalloc.InvalidState, "1 scopes that began inside", lambda: outer.__exit__(None, None, None))
+    assert pool_of() == 0
+    with use_mem_pool(first):
+        raises(symmalloc.InvalidState, "has ended already", lambda: inner.__exit__(None, None, None))
+        assert pool_of() == first.id, "the other pool's scope has not ended"
+    outer.__enter__(), inner.__enter__()
+    error = ValueError("the block raises")
+    assert not outer.__exit__(ValueError, error, None) and "began inside" in error.__notes__[0]
+    assert not inner.__exit__(ValueError, error, None) and "ended already" in error.__notes__[1]
+    outer.__enter__()
+    done = []
+    def ends_it():
+        with use_mem_pool(second):
+            done.append(raises(symmalloc.InvalidState, "another thread", lambda: outer.__exit__(None, None, None)))
+            assert pool_of() == second.id
+            done.append(None)
+    thread = Thread(target=ends_it)
+    thread.start(), thread.join()
+    assert len(done) == 2 and pool_of() == first.id
+    outer.__exit__(None, None, None)
+    with outer, outer, inner, outer:
+        assert pool_of() == first.id
+    assert pool_of() == 0
+
+on_ranks(program)
+""")
+
     def test_buffers_can_be_registered_for_any_pool(self) -> None:
         self.succeeds("""
 def program(rank):

@@ -237,7 +237,8 @@ class Comparison(unittest.TestCase):
 
 class SGLang(unittest.TestCase):
     def serve(self, *options: str, **environment: str) -> tuple[Any, dict]:
-        return served("sglang_serve", FAKE_SGLANG, options, environment)
+        # The speed of a fake engine says nothing.
+        return served("sglang_serve", FAKE_SGLANG, ("--least-speed", "0", *options), environment)
 
     def test_kinds_on_several_gpus_are_compared_with_native_of_their_sort(self) -> None:
         for together in ((), ("--together",)):
@@ -270,7 +271,7 @@ class SGLang(unittest.TestCase):
             self.assertEqual(cycles["missing_bytes_after_resume"], 0)
         self.assertEqual(report["symmalloc_saver"]["speed_compared_with"], "native_saver")
         self.assertEqual(report["symmalloc"]["speed_compared_with"], "native")
-        self.assertNotIn("FAIL symmalloc_saver: 20", done.stdout)
+        self.assertNotIn("FAIL", done.stdout)
         for behavior, line in (
             ("keeps", "FAIL symmalloc_saver: returned to the device {'kv_cache': 0, 'weights': 0, 'kv_cache+weights': 0}"),
             ("forgets", "FAIL symmalloc_saver: 0 of 20 requests alike after 4 cycles"),
@@ -278,6 +279,41 @@ class SGLang(unittest.TestCase):
         ):
             done, _ = self.serve(*options, FAKE_SGLANG=f"install/saver:{behavior}")
             self.assertIn(line, done.stdout)
+            self.assertEqual(done.returncode, 1, "a missed bar is an error")
+        done, report = self.serve("--kinds", "native,symmalloc", "--rounds", "3", "--least-speed", "1e9")
+        self.assertIn("FAIL symmalloc: ", done.stdout)
+        self.assertEqual(done.returncode, 1)
+        ratios = [one / other for one, other in zip(report["symmalloc"]["all"], report["native"]["all"], strict=True)]
+        self.assertEqual(report["symmalloc"]["speed_of_rounds"], sorted(ratios)[1])
+
+    def test_each_bar_can_be_missed(self) -> None:
+        job("vllm_serve")
+        module = job("sglang_serve")
+
+        def failures(**changed: Any) -> list[str]:
+            returned = changed.pop("returned", {"kv_cache": 90, "weights": 91})
+            cycles = {"cycles": 2, "equal_requests": 5, "equal_to_the_last_round": 5, "missing_bytes_after_resume": 0}
+            native = {"cycles": cycles | {"returned_bytes": {"kv_cache": 100, "weights": 100, "kv_cache+weights": None}}}
+            ours = {"equal_requests": 5, "speed": 0.97, "speed_of_rounds": 0.98, "speed_compared_with": "native_saver"}
+            ours |= {"cycles": cycles | {"returned_bytes": returned}} | changed
+            report = {"requests": 5, "requests_where_native_repeats_itself": ours["equal_requests"]}
+            report |= {"native_saver": native, "symmalloc_saver": ours}
+            lines = module.verdicts(report, ["native_saver", "symmalloc_saver"], 0.98)
+            self.assertEqual(len(lines), 8)
+            return [line for line in lines if not line.startswith("PASS ")]
+
+        self.assertEqual(failures(), [])
+        (line,) = failures(returned={"kv_cache": 89, "weights": 100})
+        self.assertEqual(
+            line,
+            "FAIL symmalloc_saver: returned to the device {'kv_cache': 89, 'weights': 100}; native_saver {'kv_cache': 100, 'weights': 100}",
+        )
+        self.assertEqual(len(failures(returned={"kv_cache": None})), 1, "nothing was released")
+        (line,) = failures(equal_requests=0)
+        self.assertIn("FAIL symmalloc_saver: 0 of 0 requests have native's tokens", line)
+        (line,) = failures(speed=0.99, speed_of_rounds=0.979)
+        self.assertIn("0.979 of the speed of native_saver", line)
+        self.assertIn("the medians of all rounds: 0.990", line)
 
     def test_a_pytorch_that_sglang_was_not_built_for_is_an_error(self) -> None:
         done, _ = self.serve("--rounds", "1", FAKE_TORCH="2.11.0")
@@ -310,9 +346,9 @@ class SGLang(unittest.TestCase):
         sys.path.insert(0, {str(FAKE_SGLANG)!r})
         from symmalloc import installation
         seen = []
-        def install():
+        def install(conf):
             seen.append([name for name in sys.modules if name.startswith("sglang")])
-            symmalloc.state.installed_with = (None, None)
+            symmalloc.state.installed_with = (conf, None)
         installation.install = install
         from symmalloc.sglang import Engine
         import torch_memory_saver
@@ -337,9 +373,9 @@ class SGLang(unittest.TestCase):
         sys.path.insert(0, {str(FAKE_SGLANG)!r})
         from symmalloc import installation
         seen = []
-        def install():
+        def install(conf):
             seen.append([name for name in sys.modules if name.startswith("sglang")])
-            symmalloc.state.installed_with = (None, None)
+            symmalloc.state.installed_with = (conf, None)
         installation.install = install
         """
         parent = """
@@ -360,6 +396,27 @@ class SGLang(unittest.TestCase):
         """
         done = needs.process(begin + child)
         self.assertEqual(done.returncode, 0, done.stderr)
+
+    def test_a_missing_function_of_data_parallelism_is_a_warning_with_the_version(self) -> None:
+        program = f"""
+        import importlib.metadata, sys, symmalloc
+        sys.path.insert(0, {str(FAKE_SGLANG)!r})
+        symmalloc.state.installed_with = (None, None)
+        importlib.metadata.version = lambda _: VERSION
+        from sglang.srt.entrypoints import engine
+        del engine.NAME
+        import symmalloc.sglang
+        """
+        for version, name, warns in (
+            ("0.6.0", "run_scheduler_process_with_init_pipe", True),
+            ("0.6.0", "run_data_parallel_controller_process", True),
+            ("0.5.17", "run_data_parallel_controller_process", True),
+            ("0.5.17", "run_scheduler_process_with_init_pipe", False),
+        ):
+            done = needs.process(program.replace("NAME", name).replace("VERSION", repr(version)))
+            self.assertEqual(done.returncode, 0, done.stderr)
+            said = f"RuntimeWarning: SGLang {version} has no engine.{name}: with data parallelism"
+            self.assertEqual(said in done.stderr, warns, done.stderr)
 
     def test_all_modules_of_torch_memory_saver_are_replaced(self) -> None:
         program = f"""
@@ -404,23 +461,46 @@ class SGLang(unittest.TestCase):
         done = needs.process(program.replace("del Engine.run_scheduler_process_func", there))
         self.assertIn("RuntimeWarning: torch_memory_saver was imported before symmalloc.sglang", done.stderr)
 
+    def test_a_scheduler_with_the_original_memory_saver_is_an_error(self) -> None:
+        program = f"""
+        import sys, symmalloc
+        from types import SimpleNamespace
+        sys.path.insert(0, {str(FAKE_SGLANG)!r})
+        symmalloc.state.installed_with = (None, None)
+        BEFORE
+        from symmalloc.sglang import run_scheduler_process as run
+        run(SimpleNamespace(enable_memory_saver=False))
+        from sglang.srt.managers import scheduler
+        for with_saver in (lambda options: run(options), lambda options: run(server_args=options)):
+            try:
+                with_saver(SimpleNamespace(enable_memory_saver=True))
+            except symmalloc.InvalidState as error:
+                assert "import symmalloc.sglang first" in str(error)
+        print(len(scheduler.calls))
+        """
+        done = needs.process(program.replace("BEFORE", "sys.modules['torch_memory_saver'] = sys"))
+        self.assertEqual(done.stdout, "1\n", done.stderr)
+        self.assertEqual(needs.process(program.replace("BEFORE", "")).stdout, "3\n")
+
     def test_the_command_serves_over_http_with_symmalloc_and_ends_its_processes(self) -> None:
         program = f"""
         import runpy, sys, symmalloc
         from symmalloc import installation
         sys.path.insert(0, {str(FAKE_SGLANG)!r})
-        def install():
-            print("installed")
-            symmalloc.state.installed_with = (None, None)
+        def install(conf):
+            print("installed", conf)
+            symmalloc.state.installed_with = (conf, None)
         installation.install = install
         sys.argv[1:] = ["MODEL", *OPTIONS]
         runpy.run_module("symmalloc.sglang", run_name="__main__")
         """
         done = needs.process(program.replace("OPTIONS", "[]"))
-        lines = ["installed", "plug-ins", "MODEL symmalloc.sglang run_scheduler_process", "ended False"]
+        lines = ["installed None", "plug-ins", "MODEL symmalloc.sglang run_scheduler_process", "ended False"]
         self.assertEqual(done.stdout.splitlines(), lines, done.stderr)
         done = needs.process(program.replace("OPTIONS", "['--use-ray']"))
         self.assertIn("InvalidArgument: --use-ray: symmalloc.sglang serves over HTTP only", done.stderr)
+        done = needs.process(program.replace("OPTIONS", "[]"), TMS_INIT_ENABLE="1")
+        self.assertEqual(done.stdout.splitlines()[:1], ["installed tag:default"], done.stderr)
 
 
 class Examples(unittest.TestCase):
@@ -456,6 +536,14 @@ class Examples(unittest.TestCase):
             self.assertIn("| simple.run[torch] | passed | failed (1) |", done.stdout)
             self.assertIn("3 passed, 1 failed", done.stdout)
             self.assertIn("this one fails", json.loads(out.read_text())["results"]["symmalloc"]["simple.run[torch]"])
+            (folder / "current").mkdir()
+            at = command.index("--out")
+            command[at : at + 2] = []
+            done = subprocess.run(
+                command, cwd=folder / "current", env=environment, capture_output=True, text=True, timeout=60
+            )
+            self.assertIn("3 passed, 1 failed", done.stdout, done.stderr)
+            self.assertEqual(list((folder / "current").iterdir()), [], "no files without --out")
 
     def test_a_run_without_any_example_fails(self) -> None:
         with tempfile.TemporaryDirectory() as folder:

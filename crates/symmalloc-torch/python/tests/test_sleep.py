@@ -203,6 +203,59 @@ def program(rank):
 on_ranks(program)
 """, STUB_NCCL_VERSION="23007", STUB_NCCL_SUSPENDABLE_MB="64", STUB_NCCL_REUSE_WINDOWS="1")  # fmt: skip
 
+    def test_threads_that_enter_a_region_at_once_share_its_pool(self) -> None:
+        self.succeeds(ALONE + """
+import threading, time
+from symmalloc import sleeping, torch_memory_saver_regions as regions
+
+created = []
+def slowly(**options):
+    time.sleep(0.2)
+    created.append(MemPool(**options))
+    return created[-1]
+sleeping.MemPool = regions.MemPool = slowly
+sleeping.device_index = lambda *_: 0
+
+def in_region():
+    with sleeping.region(tag="weights", enable_cpu_backup=True):
+        return ours.placement_of(allocate(MIB, 0, None)).pool
+
+def outside():
+    return regions._outside_pool(0).id
+
+for enter in (in_region, outside):
+    barrier, found = threading.Barrier(4), []
+    def run():
+        barrier.wait()
+        found.append(enter())
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4 and len(set(found)) == 1, found
+assert len(created) == 2, created
+""")
+
+    def test_a_region_that_begins_during_a_pause_keeps_its_backup(self) -> None:
+        self.succeeds(ALONE + """
+from symmalloc import sleeping
+sleeping.device_index = lambda *_: 0
+with sleeping.region(tag="weights"):
+    pass
+list_pools = symmalloc.Allocator.stats
+def slowly(of):
+    listed = list_pools(of)
+    with sleeping.region(tag="cache"):  # as another thread
+        pass
+    return listed
+symmalloc.Allocator.stats = slowly
+symmalloc.pause("weights")
+symmalloc.Allocator.stats = list_pools
+backups = {tagged.tag: tagged.contents(None) for tagged in sleeping.tagged_pools(0)}
+assert backups == {"weights": Contents.DROP, "cache": Contents.DROP}, backups
+""")
+
     def test_an_older_nccl_does_not_suspend(self) -> None:
         self.succeeds(BEGIN + """
 from symmalloc import Phase

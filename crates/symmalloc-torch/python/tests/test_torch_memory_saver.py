@@ -94,6 +94,38 @@ assert os.stat(folder + "/new").st_mode & 0o777 == 0o700
 """)
 
 
+class Installation(unittest.TestCase):
+    """The import installs symmalloc for the region of the whole process, or finds it installed."""
+
+    PROGRAM = """
+import symmalloc
+from symmalloc import installation, state
+installation.install = lambda conf=None: setattr(state, "installed_with", (conf, None))
+{before}
+import symmalloc.torch_memory_saver
+print(state.installed_with[0])
+"""
+
+    def imported(self, before: str = "", **environment: str) -> str:
+        done = needs.process(self.PROGRAM.replace("{before}", before), **environment)
+        return done.stdout.strip() or done.stderr.splitlines()[-1]
+
+    def test_the_region_of_the_process_needs_its_tag(self) -> None:
+        whole = {"TMS_INIT_ENABLE": "1"}
+        self.assertEqual(self.imported(**whole), "tag:default")
+        self.assertEqual(self.imported(**whole, SYMMALLOC_CONF="limit_mb:8"), "limit_mb:8,tag:default")
+        self.assertEqual(self.imported(SYMMALLOC_CONF="limit_mb:8"), "None", "as a later install() without arguments")
+        self.assertEqual(self.imported("state.installed_with = (None, None)"), "None")
+        refused = "InvalidState: TMS_INIT_ENABLE is set, but symmalloc is installed without tag:default"
+        for conf in (None, "tag:weights", "tag:default2"):
+            said = self.imported(f"state.installed_with = ({conf!r}, None)", **whole)
+            self.assertIn(refused, said)
+            self.assertIn("before install(), or add tag:default to its configuration", said)
+        before = "state.installed_with = (None, None)"
+        self.assertEqual(self.imported(before, **whole, SYMMALLOC_CONF="limit_mb:8, tag:default"), "None")
+        self.assertIn("tag:default", self.imported("state.installed_with = ('tag:default', None)", **whole))
+
+
 @needs.torch
 @needs.device
 @needs.stand_ins
@@ -264,6 +296,63 @@ assert now()[0] is False
 import threading
 thread = threading.Thread(target=lambda: tms.tms_set_interesting_region(True)); thread.start(); thread.join()
 assert now()[0] is False and tag_of(empty(MIB)) is None
+""")
+
+    def test_a_change_of_the_region_nests_with_the_scopes_of_other_pools(self) -> None:
+        self.succeeds("""
+tms = saver._impl._binary_wrapper.cdll
+of = symmalloc.allocator(0)
+def pool_of():
+    tensor = empty(MIB)
+    return of.placement_of(tensor.data_ptr()).pool
+other = symmalloc.MemPool(symmetric=False)
+tms.tms_set_interesting_region(True)
+region = pool_of()
+with symmalloc.use_mem_pool(other):
+    raises(symmalloc.InvalidState, "end that scope before the next change", lambda: tms.tms_set_interesting_region(False))
+    assert tms.tms_get_interesting_region() and pool_of() == other.id
+assert pool_of() == region != other.id
+tms.tms_set_interesting_region(False)
+assert pool_of() == 0
+with symmalloc.use_mem_pool(other):
+    tms.tms_set_interesting_region(True)
+    assert pool_of() == region
+    tms.tms_set_interesting_region(False)
+    assert pool_of() == other.id
+def forgets():
+    with symmalloc.use_mem_pool(other):
+        tms.tms_set_interesting_region(True)
+raises(symmalloc.InvalidState, "undo a call of tms_set_", forgets)
+assert pool_of() == 0
+""")
+
+    def test_one_call_changes_the_whole_region(self) -> None:
+        self.succeeds("""
+wrapper = saver._impl._binary_wrapper
+tms = wrapper.cdll
+def now():
+    return (tms.tms_get_interesting_region(), tms.tms_get_current_tag(), tms.tms_get_enable_cpu_backup(),
+            tms.tms_get_cpu_backup_backend(), tms.tms_get_enable_disk_backup())
+outside = now()
+regions = lambda: {entry["tag"] for entry in symmalloc.allocator(0).stats()["pools"]} - {None}
+wrapper.set_config(tag="weights", interesting_region=True, enable_cpu_backup=True, cpu_backup_backend="mmap")
+assert now() == (True, b"weights", True, b"mmap", False)
+weights = empty(4 * MIB)
+fill(weights, 8)
+wrapper.set_config(tag="cache", interesting_region=True, enable_cpu_backup=False)
+assert now() == (True, b"cache", False, b"mmap", False), "the backend stays"
+cache = empty(4 * MIB)
+assert regions() == {"weights", "cache"}, "no region in between"
+raises(ValueError, "exclude each other", lambda: wrapper.set_config(
+    tag="both", interesting_region=True, enable_cpu_backup=True, enable_disk_backup=True))
+assert now() == outside, "the thread's own region remains"
+wrapper.set_config(tag="default", interesting_region=False, enable_cpu_backup=False, cpu_backup_backend="pinned")
+saver.pause("weights")
+assert bool((saver.get_cpu_backup(weights) == 8).all())
+saver.resume("weights")
+with saver.region(tag="block"):
+    wrapper.set_config(tag="cache", interesting_region=True, enable_cpu_backup=False)
+assert now() == outside
 """)
 
     def test_the_region_of_the_process_excludes_buffers_and_may_be_on_disk(self) -> None:
