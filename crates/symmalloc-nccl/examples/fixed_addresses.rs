@@ -103,7 +103,7 @@ fn addresses(device: &Arc<CudaDevice>, ops: u64) -> Outcome<()> {
         "base:slot:0,stitching_granule_mb:2,stitching_least_mb:8,streams:shared",
         "base:slot:1,segments:fixed,symmetric:true",
         "base:slot:2,segments:reserved,segment_mb:256",
-        "base:0x200000200000,growth_mb:8",
+        "base:0x200040000000,growth_mb:8",
     ];
     let pools: Vec<Pool<CudaBackend>> =
         configs.into_iter().map(|text| allocator.create_pool(based(text))).collect::<Result<_, _>>()?;
@@ -314,7 +314,14 @@ fn graph(device: &Arc<CudaDevice>, checks: &mut Checks) -> Outcome<()> {
 
 /// Bases that cannot be used.
 fn errors(device: &Arc<CudaDevice>, checks: &mut Checks) -> Outcome<()> {
-    for text in ["base:0x1000", "base:0x7f0000200000", "base:0xfffff00000000000", "base:slot:64", "base:slot"] {
+    for text in [
+        "base:0x1000",
+        "base:0x200000200000",
+        "base:0x7f0040000000",
+        "base:0xfffff00000000000",
+        "base:slot:64",
+        "base:slot",
+    ] {
         let parsed = text.parse::<PoolConfig>();
         let details = parsed.as_ref().map_or_else(ToString::to_string, |_| "accepted".into());
         checks.check(text, parsed.is_err(), details);

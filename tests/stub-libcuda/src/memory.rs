@@ -26,6 +26,8 @@ const HOST_ADDRESS_BYTES: u64 = 1 << 40;
 const SPARSE_BYTES: usize = 64 << 10;
 /// Minimum size of a reservation whose hint is granted. CUDA's driver ignores the hint of 2 MiB, and grants it for 64 GiB.
 const LEAST_HINTED_BYTES: u64 = 64 << 30;
+/// Alignment of a hint that is granted. CUDA's driver moves a hint at 2 MiB after such an address.
+const HINT_ALIGNMENT: u64 = 32 << 20;
 /// The device number of host memory.
 const HOST: c_int = -1;
 
@@ -312,7 +314,8 @@ impl Memory {
 impl State {
     /// Reserves an address range at `hint`, or elsewhere: if the range is small, if something else uses the addresses, or if the hint is 0.
     pub fn reserve_near(&mut self, hint: u64, size: u64, device: c_int) -> Option<u64> {
-        let is_granted = hint != 0 && size >= LEAST_HINTED_BYTES && !self.memory.moves_hints;
+        let is_possible = hint != 0 && hint.is_multiple_of(HINT_ALIGNMENT) && size >= LEAST_HINTED_BYTES;
+        let is_granted = is_possible && !self.memory.moves_hints;
         let base = if is_granted { map_nothing_at(hint, size) } else { None };
         let Some(base) = base else { return self.reserve(size, device) };
         self.memory.hinted.insert(base);

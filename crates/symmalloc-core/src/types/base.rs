@@ -24,8 +24,9 @@ pub const FIRST_SLOT: u64 = 0x1000_0000_0000;
 /// libraries, stacks and reservations without a base above them. A slot there would be free in some processes only.
 pub const SLOT_COUNT: u32 = 64;
 
-/// A base is a multiple of this many bytes, the granularity of CUDA devices.
-pub const BASE_ALIGNMENT_BYTES: u64 = 2 << 20;
+/// A base is a multiple of this many bytes: 1 GiB. CUDA's driver aligns large reservations to more than a device's
+/// granularity, to 32 MiB or more, and moves those at other addresses.
+pub const BASE_ALIGNMENT_BYTES: u64 = 1 << 30;
 
 /// End of the addresses that a driver can choose: 47 bits.
 const ADDRESSES_END: u64 = 1 << 47;
@@ -40,7 +41,7 @@ const ADDRESSES_END: u64 = 1 << 47;
 /// assert_eq!(base.address(), 0x1100_0000_0000);
 /// assert_eq!(base, Base::at(0x1100_0000_0000)?);
 /// assert_eq!(base.to_string(), "slot:1");
-/// assert_eq!(Base::at(0x2000_0020_0000)?.to_string(), "0x200000200000");
+/// assert_eq!(Base::at(0x2000_4000_0000)?.to_string(), "0x200040000000");
 /// # Ok::<(), symmalloc::base::BaseError>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -61,7 +62,7 @@ impl Base {
     /// Returns the base at an address.
     ///
     /// # Errors
-    /// Returns an error if the address is not a multiple of 2 MiB, or if fewer than [`SLOT_BYTES`] addresses follow it.
+    /// Returns an error if the address is not a multiple of 1 GiB, or if fewer than [`SLOT_BYTES`] addresses follow it.
     pub fn at(address: u64) -> Result<Self, BaseError> {
         let nonzero = NonZeroU64::new(address).filter(|_| address.is_multiple_of(BASE_ALIGNMENT_BYTES));
         let base = nonzero.ok_or(BaseError::Unaligned { address, alignment_bytes: BASE_ALIGNMENT_BYTES })?;
@@ -129,7 +130,7 @@ pub enum BaseError {
     Unaligned {
         /// The given address.
         address: u64,
-        /// The required alignment.
+        /// The required alignment, [`BASE_ALIGNMENT_BYTES`].
         alignment_bytes: u64,
     },
     /// The range of the base would end above the addresses that a driver can choose.
@@ -214,7 +215,7 @@ mod tests {
 
     #[test]
     fn a_base_reads_back_and_has_one_spelling() {
-        for text in ["slot:0", "slot:63", "0x200000", "0x100000200000", "0x7f0000000000"] {
+        for text in ["slot:0", "slot:63", "0x40000000", "0x100040000000", "0x7f0000000000"] {
             assert_eq!(text.parse::<Base>().expect(text).to_string(), text);
         }
         assert_eq!("0x100000000000".parse::<Base>(), Base::slot(0));
@@ -231,11 +232,11 @@ mod tests {
         assert_eq!(error("slot:64"), BaseError::NoSuchSlot { slot: 64 });
         assert_eq!(error("slot:4294967296"), BaseError::NoSuchSlot { slot: 1 << 32 });
         assert_eq!(error("slot:99999999999999999999"), BaseError::NoSuchSlot { slot: u64::MAX });
-        for address in [0, 0x1000, 0x1000_0010_0000] {
+        for address in [0, 0x1000, 0x1000_0010_0000, 0x2000_0020_0000, 0x2000_2000_0000] {
             let unaligned = BaseError::Unaligned { address, alignment_bytes: BASE_ALIGNMENT_BYTES };
             assert_eq!(error(&format!("{address:#x}")), unaligned);
         }
-        for text in ["0x7f0000200000", "0x7fffffe00000", "0x800000000000", "0xffffffffffe00000", "0x10000000000000000"]
+        for text in ["0x7f0040000000", "0x7fffc0000000", "0x800000000000", "0xffffffffc0000000", "0x10000000000000000"]
         {
             assert!(matches!(error(text), BaseError::BeyondLimit { .. }), "{text}");
         }

@@ -424,7 +424,7 @@ fn a_base_is_the_only_value_with_a_colon() {
     let base = pool("base:slot:3 , streams:shared").base().expect("a base");
     assert_eq!(base.address(), 0x1300_0000_0000);
     assert_eq!(pool("streams:shared,base:0x130000000000").base(), Some(base), "the same base has one value");
-    for text in ["base:slot:3", "base:0x200000200000,segments:fixed", "base:slot:63,range_mb:524288"] {
+    for text in ["base:slot:3", "base:0x200040000000,segments:fixed", "base:slot:63,range_mb:524288"] {
         let read = pool(text);
         assert_eq!(pool(&read.to_string()), read, "{text}");
     }

@@ -1,8 +1,8 @@
 //! The addresses of pools with a base: reservations at chosen addresses.
 //!
 //! `cuMemAddressReserve` takes an address as a hint. Drivers grant the hint for large reservations if nothing uses the addresses. Otherwise
-//! the call *succeeds with other addresses*, and for small reservations it ignores the hint. A pool therefore makes one reservation of
-//! 1 TiB for all of its ranges, compares the result with the base, and returns anything else at once.
+//! the call *succeeds with other addresses*, as for small reservations, and for addresses that are not a multiple of 32 MiB. A pool
+//! therefore makes one reservation of 1 TiB for all of its ranges, compares the result with the base, and returns anything else at once.
 //!
 //! ```text
 //!  reserve 1 TiB at the base ──► the base          the pool's
@@ -47,9 +47,6 @@ pub(super) fn reserve(
     pool: PoolId,
     granularity_bytes: u64,
 ) -> Result<Range, BaseError> {
-    if !base.address().is_multiple_of(granularity_bytes) {
-        return Err(BaseError::Unaligned { address: base.address(), alignment_bytes: granularity_bytes });
-    }
     // Held until the end, so that two pools cannot both find the addresses free.
     let mut owners = owners();
     if let Some(owner) = owner_of(&owners, &addresses_of(base)) {

@@ -164,7 +164,7 @@ stub_test!(a_failed_reservation_is_an_error, {
     assert_eq!(live().ranges, 0);
     // Above the limit, the text is an error before any driver call.
     let reserves = calls("cuMemAddressReserve");
-    for text in ["base:0x7f0000200000", "base:0x800000000000", "base:0x100000000001", "base:slot:64", "base:here"] {
+    for text in ["base:0x7f0040000000", "base:0x800000000000", "base:0x200000200000", "base:slot:64", "base:here"] {
         let error = text.parse::<PoolConfig>().expect_err(text);
         assert!(error.to_string().starts_with("byte 5: "), "{text}: {error}");
     }

@@ -123,7 +123,7 @@ class MemPool:
                graphs the default capture stream of `torch.cuda.graph`
     quota      maximum size in bytes, for which the pool reserves address space. The pool starts empty, and only `resize`
                changes its size. Allocations beyond the current size raise
-    base       first address of the pool's memory, equal in every process: `"slot:0"` to `"slot:63"`, or a multiple of 2 MiB. No
+    base       first address of the pool's memory, equal in every process: `"slot:0"` to `"slot:63"`, or a multiple of 1 GiB. No
                other pool of the process may use any of the 1 TiB from there on
     tag        label for `symmalloc.sleep(tag)`: 1 to 24 lower-case letters, digits, `_` and `-`
     conf       further configuration of the pool, such as `limit_mb:4096` or `streams:shared`

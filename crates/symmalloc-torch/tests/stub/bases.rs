@@ -41,9 +41,10 @@ stub_test!(tensors_have_the_same_addresses_in_every_process, ["SYMMALLOC_CONF" =
 stub_test!(each_wrong_base_has_its_status, {
     let allocator = Allocator::new("base:slot:3");
     for (conf, status, words) in [
-        ("base:0x1000", SYMMALLOC_INVALID_SETTINGS, "must be a multiple of 0x200000"),
+        ("base:0x1000", SYMMALLOC_INVALID_SETTINGS, "must be a multiple of 0x40000000"),
+        ("base:0x200000200000", SYMMALLOC_INVALID_SETTINGS, "must be a multiple of 0x40000000"),
         ("base:slot:64", SYMMALLOC_INVALID_SETTINGS, "use slot:0 to slot:63"),
-        ("base:0x7fffffe00000", SYMMALLOC_INVALID_SETTINGS, "is too high"),
+        ("base:0x7fffc0000000", SYMMALLOC_INVALID_SETTINGS, "is too high"),
         ("base:slot", SYMMALLOC_INVALID_SETTINGS, "a base must be slot:N"),
         ("base:slot:3", SYMMALLOC_INVALID_STATE, "p0 of device 0 in this process has base:slot:3; use base:slot:0"),
     ] {
