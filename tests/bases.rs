@@ -201,8 +201,11 @@ fn a_failed_call_is_an_error_and_a_trim_retries_the_release() {
     allocator.free(made.handle).expect("live");
     // The segment is released, and the addresses are not.
     device.inject(Some(Call::Release), FaultRule::At { ordinal: device.calls().of(Call::Release) + 1 }, Fault::Refused);
-    allocator.destroy_pool(pool).expect("the memory is released");
+    let destroyed = allocator.destroy_pool(pool);
+    assert!(matches!(destroyed, Err(PoolError::Backend(_))), "{destroyed:?}");
     assert!(matches!(allocator.create_pool(based(0)), Err(PoolError::Base(_))), "the addresses are still reserved");
+    device.inject(Some(Call::Release), FaultRule::At { ordinal: device.calls().of(Call::Release) }, Fault::Refused);
+    allocator.trim_all().expect_err("the driver fails again");
     allocator.trim_all().expect("no further fault");
     assert_eq!(device.leaks().ranges, 0);
     let _kept = allocator.create_pool(based(0)).expect("free again");

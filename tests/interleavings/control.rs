@@ -236,3 +236,24 @@ fn an_observer_gets_every_event_once_while_the_pool_grows_sleeps_and_wakes() {
         assert!(BIRTHS.swap(0, Ordering::Relaxed) > 0, "segments were added");
     }
 }
+
+/// A trim that finds a destroyed pool releases its addresses at most once, and never those of a later pool that reuses the
+/// destroyed pool's object.
+#[test]
+fn a_trim_releases_only_the_addresses_of_the_destroyed_pool() {
+    explore(3000, || {
+        let based: PoolConfig = "base:slot:0".parse().expect("valid");
+        let allocator = shared(&Config::default(), 27);
+        let old = allocator.create_pool(based.clone()).expect("free");
+        let trimming = Arc::clone(&allocator);
+        let trimmer = thread::spawn(move || trimming.trim_all().map(|_| ()));
+        allocator.destroy_pool(old).expect("nothing is live");
+        let new = allocator.create_pool(based).expect("the slot is free again");
+        trimmer.join().expect("no panic").expect("no faults");
+        let made = allocator.allocate(new, StreamId(0), MIB).expect("the pool has its addresses");
+        assert_eq!(made.address.0, 0x1000_0000_0000);
+        allocator.free(made.handle).expect("live");
+        allocator.destroy_pool(new).expect("nothing is live");
+        assert_nothing_is_left(&allocator);
+    });
+}

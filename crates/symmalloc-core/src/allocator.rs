@@ -495,8 +495,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     fn trim_destroyed(&self, entry: PoolRef<'_, L>) -> Released {
         let released = self.release_free(entry, None);
         let mut heaps: Vec<_> = entry.heaps().map(LockCell::lock).collect();
-        self.remove_released(entry, &mut heaps);
-        released
+        released.plus(self.remove_released(entry, &mut heaps))
     }
 
     /// Releases all of a pool's free memory, or `goal_bytes` of it.
@@ -647,7 +646,9 @@ impl<B: Backend, L: Lock> Drop for Allocator<B, L> {
         self.all_heaps().for_each(|heap| heap.lock().abandon(&self.context));
         self.listed_pools().for_each(|entry| {
             self.end_sleep(&mut entry.sleep().lock());
-            self.release_addresses(entry);
+            if let Err(error) = self.release_addresses(entry) {
+                tracing::warn!(name: "pool.addresses_kept", target: "symmalloc", pool = entry.id().0, %error);
+            }
         });
     }
 }

@@ -123,10 +123,15 @@ impl<L: Lock> Destroyed<L> {
         stats.steps = stats.steps + steps;
     }
 
-    /// Stops visiting a pool. Returns `false` if it was not visited.
-    pub(super) fn remove(&mut self, pool: PoolId) -> bool {
-        let at = self.listed.binary_search(&pool);
-        at.map(|at| self.listed.remove(at)).is_ok()
+    pub(super) fn is_listed(&self, pool: PoolId) -> bool {
+        self.listed.binary_search(&pool).is_ok()
+    }
+
+    /// Stops visiting a pool.
+    pub(super) fn remove(&mut self, pool: PoolId) {
+        if let Ok(at) = self.listed.binary_search(&pool) {
+            self.listed.remove(at);
+        }
     }
 
     /// Adds the statistics of a removed heap to the sums, and keeps the heap's history.

@@ -11,7 +11,7 @@ use crate::heap::trim::Released;
 use crate::heap::{Freed, Heap};
 use crate::history::segment_log::SegmentLog;
 use crate::sync::lock::{Lock, LockCell};
-use crate::types::backend::Backend;
+use crate::types::backend::{Backend, BackendError};
 use crate::types::groups::Groups;
 use crate::types::ids::{HeapId, HeapNumber, PoolId, StreamId};
 use crate::types::work;
@@ -176,7 +176,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             released = released.plus(heap.destroy(&self.context));
         }
         self.end_sleep(&mut sleep);
-        self.remove_released(entry, &mut heaps);
+        released = released.plus(self.remove_released(entry, &mut heaps));
         drop((heaps, sleep, observers));
         self.context.backend.forget_pool(pool);
         gate.note(Op::DestroyPool { pool });
@@ -465,18 +465,24 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.destroyed.lock().listed().len()
     }
 
-    /// Removes a destroyed pool whose memory was released.
-    pub(super) fn remove_released(&self, entry: PoolRef<'_, L>, heaps: &mut [HeapGuard<'_, L>]) {
+    /// Removes a destroyed pool whose memory was released, with its addresses if it has a base. Returns the driver's error
+    /// if it keeps the addresses; a trim tries again.
+    pub(super) fn remove_released(&self, entry: PoolRef<'_, L>, heaps: &mut [HeapGuard<'_, L>]) -> Released {
         if heaps.iter().any(|heap| heap.log().has_retired()) {
-            return;
+            return Released::default();
         }
-        if !self.release_addresses(entry) {
-            return;
-        }
+        // Held until the end: another thread may have removed the pool already. A later pool then has its object, with
+        // addresses of its own.
         let mut destroyed = self.destroyed.lock();
-        if !destroyed.remove(entry.id()) {
-            return;
+        if !destroyed.is_listed(entry.id()) {
+            return Released::default();
         }
+        match self.release_addresses(entry) {
+            Ok(true) => {}
+            Ok(false) => return Released::default(),
+            Err(error) => return Released { bytes: 0, error: Some(error) },
+        }
+        destroyed.remove(entry.id());
         for heap in heaps {
             self.debug.keep(heap, &self.context);
             destroyed.absorb(heap, entry.config().symmetric());
@@ -485,21 +491,20 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             heap.close();
         }
         destroyed.add_spare(entry.slot().clone());
+        Released::default()
     }
 
-    /// Releases the addresses of a destroyed pool with a base. Returns `false` if the driver fails; a trim tries again.
-    pub(super) fn release_addresses(&self, entry: PoolRef<'_, L>) -> bool {
+    /// Releases the addresses of a destroyed pool with a base. Returns `false` if a range is still in use, because the
+    /// driver failed to release it.
+    pub(super) fn release_addresses(&self, entry: PoolRef<'_, L>) -> Result<bool, BackendError> {
         let mut held = entry.addresses().lock();
-        let Some(addresses) = held.as_ref() else { return true };
-        // After a failed release of a range, its addresses are still in use.
-        let released = addresses.is_unused().then(|| self.context.backend.release_space(addresses.space()));
-        if let Some(Err(error)) = &released {
-            tracing::warn!(name: "pool.addresses_kept", target: "symmalloc", pool = entry.id().0, %error);
+        let Some(addresses) = held.as_ref() else { return Ok(true) };
+        if !addresses.is_unused() {
+            return Ok(false);
         }
-        if matches!(released, Some(Ok(()))) {
-            *held = None;
-        }
-        held.is_none()
+        self.context.backend.release_space(addresses.space())?;
+        *held = None;
+        Ok(true)
     }
 
     /// Creates a heap without ops and observers.
