@@ -106,6 +106,25 @@ fn ranks_with_different_groups_disagree_and_name_the_group() {
     assert!(disagreement.to_string().contains("the group of stream 0"), "{disagreement}");
 }
 
+/// In a pool with a base, other requests lead to ranges of other sizes. The requests are the cause.
+#[test]
+fn different_requests_in_a_pool_with_a_base_are_the_cause() {
+    let ranks = [0, 1, 2].map(|rank| {
+        let pool: PoolConfig = "base:slot:0,symmetric:true,segments:fixed".parse().expect("valid");
+        let config = Config::builder().default_pool(pool).build().expect("valid");
+        let allocator: Allocator<_> = Allocator::new(SimBackend::builder().rank(rank).build(), config).expect("valid");
+        let stream = allocator.register_stream().expect("the first");
+        for size_mib in [30, if rank == 1 { 70 } else { 50 }, 1, 2, 3] {
+            let _live = allocator.allocate(PoolId::DEFAULT, stream, size_mib << 20).expect("fits");
+        }
+        allocator
+    });
+    let agreed = agree_in_lockstep(&ranks.each_ref().map(|allocator| RankHistory::new(allocator, Point::Sync)));
+    let Err(AgreementError::Disagreed(disagreement)) = agreed else { panic!("the requests differ") };
+    let first = disagreement.first_heap().expect("the histories differ");
+    assert_eq!(first.cause, Cause::DifferentRequest, "{disagreement}");
+}
+
 fn symmetric_allocator(rank: u32) -> Allocator<SimBackend> {
     let pool = PoolConfig::builder().symmetric(true).build().expect("the configuration should be valid");
     let config = Config::builder().default_pool(pool).build().expect("the configuration should be valid");

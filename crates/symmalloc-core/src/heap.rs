@@ -61,7 +61,7 @@ use crate::sleep::mappings::Mappings;
 use crate::stats::budget::Budget;
 use crate::stitching::StitchedRanges;
 use crate::sync::lock::{Lock, LockCell};
-use crate::types::backend::{Backend, BackendError, DeviceAddress};
+use crate::types::backend::{Backend, BackendError, DeviceAddress, Range};
 use crate::types::handle::{Allocation, Handle};
 use crate::types::ids::{HeapId, HeapNumber, Placement, StreamId};
 use crate::types::units::{Units, bytes};
@@ -123,6 +123,8 @@ pub(crate) struct Heap<L: Lock> {
     pool_budget: Arc<Budget<L>>,
     /// The addresses of the pool, if it has a base.
     addresses: Option<Arc<FixedAddresses<L>>>,
+    /// Parts of these addresses that the current request acquired. Empty between requests.
+    carved: Vec<Range>,
     /// The budget of this heap. It has no limit and only counts.
     budget: Budget<L>,
     mode: RequestMode,
@@ -190,6 +192,7 @@ impl<L: Lock> Heap<L> {
             number,
             pool_budget,
             addresses,
+            carved: Vec::new(),
             budget: Budget::new(None),
             mode: RequestMode::Serving(Step::None),
             arena: Arena::new(rules, id.stream()),
@@ -272,6 +275,7 @@ impl<L: Lock> Heap<L> {
             // The acquired amount is part of the decision: a limit that several heaps share may have determined it.
             self.ledger.fold(op_word(Mark::Obtain, stream, self.arena.mapped_bytes() - mapped_before), 0);
         }
+        self.fold_offsets();
         placed
     }
 

@@ -164,6 +164,7 @@ impl<L: Lock> Heap<L> {
             }
         }
         self.ledger.fold(op_word(Mark::Reserve, stream, target_bytes), self.arena.mapped_bytes() - before);
+        self.fold_offsets();
         Ok(())
     }
 
@@ -266,17 +267,27 @@ impl<L: Lock> Heap<L> {
         self.addresses.as_ref().is_none_or(|addresses| addresses.largest_free_bytes() >= size_bytes)
     }
 
-    /// Adds the offset of a new range to the digest of a pool with a base. Threads that acquire memory in another order
-    /// than on other ranks get other addresses, which the ranks then notice.
+    /// Notes a new range of a pool with a base for [`fold_offsets`](Self::fold_offsets).
     pub(super) fn note_offset(&mut self, range: Range) {
+        if self.addresses.is_some() {
+            self.carved.push(range);
+        }
+    }
+
+    /// Adds the offsets of the new ranges to the digest of a pool with a base. Threads that acquire memory in another
+    /// order than on other ranks get other addresses, which the ranks then notice. The offsets follow the request in the
+    /// history, so that ranks with different requests differ in these first.
+    pub(super) fn fold_offsets(&mut self) {
         if let Some(addresses) = &self.addresses {
-            let offset_bytes = addresses.offset_of(range.base);
-            self.ledger.fold(op_word(Mark::Carve, StreamId(0), range.size_bytes), offset_bytes);
+            for range in self.carved.drain(..) {
+                let offset_bytes = addresses.offset_of(range.base);
+                self.ledger.fold(op_word(Mark::Carve, StreamId(0), range.size_bytes), offset_bytes);
+            }
         }
     }
 
     /// Reserves a range and checks what the backend returned.
-    fn reserve_anywhere(&self, context: &DynContext<'_, L>, size_bytes: u64) -> Result<Range, BackendError> {
+    pub(super) fn reserve_anywhere(&self, context: &DynContext<'_, L>, size_bytes: u64) -> Result<Range, BackendError> {
         let range = context.backend.reserve(size_bytes)?;
         let granule_bytes = context.backend.granularity_bytes();
         // The length must be exact: growth continues at the end of a range, and no backend may choose that end (rule

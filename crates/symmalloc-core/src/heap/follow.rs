@@ -272,6 +272,7 @@ impl<L: Lock> Heap<L> {
         if self.arena.mapped_bytes() > mapped_before {
             self.ledger.fold(op_word(Mark::Obtain, streams[0], self.arena.mapped_bytes() - mapped_before), 0);
         }
+        self.fold_offsets();
         let (memory, _) = self.arena.take_front(ready?, size, BlockState::Planned);
         let plans = self.plans.as_deref_mut().expect("the heap has plans");
         plans.install(prepared, memory, &mut self.arena);
