@@ -325,3 +325,30 @@ fn another_order_of_heaps_shows_in_the_digests() {
     assert_eq!(run([S0, S1], None), run([S1, S0], None));
     assert_ne!(run([S0, S1], Some(slot(0))), run([S1, S0], Some(slot(0))));
 }
+
+/// The heap's range leaves 32 MiB of the slot to stitched ranges.
+#[test]
+fn unused_stitched_ranges_make_room_in_a_full_slot() {
+    let config = "base:slot:0,streams:shared,growth_mb:2,range_mb:1048544,stitching_granule_mb:2,stitching_least_mb:4";
+    let device = SimBackend::builder().build();
+    let allocator: Allocator<_> =
+        Allocator::new(&device, with_default_pool(config.parse().expect("valid"))).expect("free");
+    let stream = allocator.register_stream().expect("the first");
+    let take = |mib: u64| allocator.allocate(PoolId::DEFAULT, stream, mib * MIB).expect("fits").handle;
+    let mut parts: Vec<_> = (0..32).map(|_| take(2)).collect();
+    for at in (0..16).rev() {
+        allocator.free(parts.remove(2 * at)).expect("live");
+    }
+    let reserved_bytes = allocator.stats().reserved_bytes.current;
+    // The free granules are apart, so each of these is a stitched range: 8, 12 and 4 of the 16 granules that fit, then more.
+    for mib in [16, 8, 24, 30, 20] {
+        allocator.free(take(mib)).expect("live");
+        // Other memory at home changes, so that no range can be used again.
+        let small = take(2);
+        allocator.free(parts.remove(0)).expect("live");
+        parts.push(small);
+        assert_eq!(allocator.stats().reserved_bytes.current, reserved_bytes, "{mib} MiB were not stitched");
+    }
+    assert_eq!(device.calls().of(Call::Reserve), 1);
+    allocator.check().expect("consistent");
+}

@@ -198,6 +198,11 @@ impl<L: Lock> Heap<L> {
         range: Units,
     ) -> Result<Slot, Box<Shortage>> {
         let size_bytes = bytes(mapped);
+        // If a limit refuses the memory, unused ranges stay.
+        if size_bytes <= self.budgets(context).headroom_bytes(&self.config) {
+            let made = self.make_addresses(context, bytes(range));
+            made.map_err(|error| Shortage::of(mapped, OutOfMemoryCause::Driver(error)))?;
+        }
         let charge = self.budgets(context).charge(size_bytes).map_err(|cause| Shortage::of(mapped, cause))?;
         let driver = |error| Shortage::of(mapped, OutOfMemoryCause::Driver(error));
         let range = self.reserve_range(context, bytes(range)).map_err(|cause| Shortage::of(mapped, cause))?;
@@ -249,7 +254,7 @@ impl<L: Lock> Heap<L> {
         self.carve(context, addresses, part)
     }
 
-    fn carve(
+    pub(super) fn carve(
         &self,
         context: &DynContext<'_, L>,
         addresses: &FixedAddresses<L>,

@@ -29,7 +29,7 @@ use crate::history::digest::{Mark, op_word};
 use crate::history::segment_log::SegmentEventKind;
 use crate::stitching::{FreeAtHome, Home, Run, first_free};
 use crate::sync::lock::{Lock, LockCell};
-use crate::types::backend::{BackendError, Range, Reason};
+use crate::types::backend::{BackendError, Range};
 use crate::types::ids::StreamId;
 use crate::types::units::{Units, bytes};
 use smallvec::SmallVec;
@@ -77,19 +77,74 @@ impl<L: Lock> Heap<L> {
         if count > stitching.maps_max as usize || in_use + count > most {
             return Ok(None);
         }
-        // Growth may need a new range too. Both fit into one free part of the pool's fixed addresses, or nothing is stitched.
-        if !self.has_addresses(bytes(whole) + knobs.range_bytes) {
+        // Taken before growth, because the other heaps of a pool with a base take parts at any time.
+        let Some(part) = self.take_part(context, bytes(whole)).map_err(|error| self.failed(error, stream, size))?
+        else {
             return Ok(None);
-        }
-        if missing > 0 {
-            self.grow(context, stream, Missing { at_end: missing, in_new_range: missing }, knobs, granule)?;
+        };
+        if missing > 0
+            && let Err(shortage) =
+                self.grow(context, stream, Missing { at_end: missing, in_new_range: missing }, knobs, granule)
+        {
+            self.give_back_part(part);
+            // Without the stitched range, the addresses may suffice for growth.
+            let is_full = matches!(*shortage, Shortage::Memory { cause: OutOfMemoryCause::AddressesFull { .. }, .. });
+            return if is_full { Ok(None) } else { Err(shortage) };
         }
         self.stitched.gather(&mut self.arena);
-        let stitched = self.make_room(context, most, count).and_then(|()| self.stitch_new(context, stream, whole));
-        stitched.map(Some).map_err(|error| {
-            self.ledger.fold(op_word(Mark::RefusedByDriver, stream, bytes(size)), 0);
-            Box::new(Shortage::Fence(error))
-        })
+        if let Err(error) = self.make_room(context, most, count) {
+            self.give_back_part(part);
+            return Err(self.failed(error, stream, size));
+        }
+        self.stitch_new(context, stream, whole, part).map(Some).map_err(|error| self.failed(error, stream, size))
+    }
+
+    /// Records that the driver failed after the heap may have grown.
+    fn failed(&mut self, error: BackendError, stream: StreamId, size: Units) -> Box<Shortage> {
+        self.ledger.fold(op_word(Mark::RefusedByDriver, stream, bytes(size)), 0);
+        Box::new(Shortage::Fence(error))
+    }
+
+    /// Takes the addresses of a new range, which are `None` in a pool without a base. Returns `None` if there is no room
+    /// for it.
+    fn take_part(
+        &mut self,
+        context: &DynContext<'_, L>,
+        size_bytes: u64,
+    ) -> Result<Option<Option<Range>>, BackendError> {
+        if !self.make_addresses(context, size_bytes)? {
+            return Ok(None);
+        }
+        let Some(addresses) = &self.addresses else { return Ok(Some(None)) };
+        // Another heap may have taken them.
+        Ok(addresses.take(size_bytes).map(Some))
+    }
+
+    fn give_back_part(&self, part: Option<Range>) {
+        if let (Some(addresses), Some(part)) = (&self.addresses, part) {
+            addresses.give_back(part);
+        }
+    }
+
+    /// Makes room for a range of this size among the addresses of a pool with a base: unmaps the oldest unused ranges
+    /// until it fits. Returns `false` if it does not fit.
+    pub(super) fn make_addresses(
+        &mut self,
+        context: &DynContext<'_, L>,
+        size_bytes: u64,
+    ) -> Result<bool, BackendError> {
+        if self.has_addresses(size_bytes) {
+            return Ok(true);
+        }
+        self.stitched.gather(&mut self.arena);
+        for (segment, _) in self.stitched.unused(&self.arena) {
+            self.retire(context, segment);
+            self.release_retired(context).error.map_or(Ok(()), Err)?;
+            if self.has_addresses(size_bytes) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
     /// Reuses the first `size` units of an existing range. Their memory is free at home.
@@ -107,11 +162,24 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Maps a new range onto `size` units that are free at home.
-    fn stitch_new(&mut self, context: &DynContext<'_, L>, stream: StreamId, size: Units) -> Result<Slot, BackendError> {
+    fn stitch_new(
+        &mut self,
+        context: &DynContext<'_, L>,
+        stream: StreamId,
+        size: Units,
+        part: Option<Range>,
+    ) -> Result<Slot, BackendError> {
         let home = FreeAtHome::new(&self.arena);
         let runs = first_free(&self.arena, size);
-        self.wait_for_users_of(context, stream, &home, &runs)?;
-        let range = self.map_aliases(context, &runs, size)?;
+        if let Err(error) = self.wait_for_users_of(context, stream, &home, &runs) {
+            self.give_back_part(part);
+            return Err(error);
+        }
+        let range = match (&self.addresses, part) {
+            (Some(addresses), Some(part)) => self.carve(context, addresses, part)?,
+            _ => self.reserve_anywhere(context, bytes(size))?,
+        };
+        self.map_aliases(context, &runs, range)?;
         let free = self.free_state(context, stream);
         let slot = self.stitched.add(&mut self.arena, &home, range, &runs, free);
         let segment = self.arena.block(slot).segment;
@@ -138,12 +206,8 @@ impl<L: Lock> Heap<L> {
 
     /// Maps a new range onto these runs, granule by granule. If a call fails, nothing stays mapped unless the driver
     /// also fails to unmap it.
-    fn map_aliases(&mut self, context: &DynContext<'_, L>, runs: &[Run], size: Units) -> Result<Range, BackendError> {
+    fn map_aliases(&mut self, context: &DynContext<'_, L>, runs: &[Run], range: Range) -> Result<(), BackendError> {
         let granule = self.arena.rules().granule;
-        let range = self.reserve_range(context, bytes(size)).map_err(|cause| match cause {
-            OutOfMemoryCause::Driver(error) => error,
-            _ => BackendError::new("Backend::carve", 0, Reason::OutOfMemory),
-        })?;
         let granules = runs.iter().flat_map(|run| {
             let offsets = (run.start.offset..run.start.offset + run.size).step_by(granule as usize);
             offsets.map(|offset| (run.start.segment, bytes(offset)))
@@ -158,7 +222,7 @@ impl<L: Lock> Heap<L> {
                 return Err(error);
             }
         }
-        Ok(range)
+        Ok(())
     }
 
     /// Returns the state of a free block whose next user waits only for `stream`, which has waited for all earlier
