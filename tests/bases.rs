@@ -352,3 +352,17 @@ fn unused_stitched_ranges_make_room_in_a_full_slot() {
     assert_eq!(device.calls().of(Call::Reserve), 1);
     allocator.check().expect("consistent");
 }
+
+/// A pool that inherits the settings of a pool with a base, but not the base, has the range of every other pool.
+#[test]
+fn without_its_base_a_pool_has_the_default_range() {
+    let plain = PoolConfig::builder().symmetric(true).build().expect("valid");
+    let with_base = plain.to_builder().base(slot(0)).build().expect("valid");
+    assert_ne!(with_base.segments(), plain.segments());
+    assert_eq!(with_base.to_builder().base(None).build(), Ok(plain));
+    let chosen: PoolConfig = "base:slot:0,range_mb:1024".parse().expect("valid");
+    let kept = chosen.to_builder().base(None).build().expect("valid");
+    assert_eq!(kept.segments(), chosen.segments(), "a range that the program chose stays");
+    let moved = with_base.to_builder().base(slot(1)).build().expect("valid");
+    assert_eq!(moved.segments(), with_base.segments());
+}

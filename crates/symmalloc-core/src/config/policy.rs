@@ -372,15 +372,19 @@ impl PoolConfigBuilder {
     }
 
     /// Sets the first address of the pool's memory, which is then the same in every process, or removes it. All memory of
-    /// the pool lies in the [`SLOT_BYTES`](crate::base::SLOT_BYTES) addresses from there on. Expandable segments with the default range get a
-    /// range of 64 GiB, of which a slot holds sixteen; call [`segments`](Self::segments) afterwards for another one.
+    /// the pool lies in the [`SLOT_BYTES`](crate::base::SLOT_BYTES) addresses from there on. Expandable segments with the
+    /// default range get a range of 64 GiB, of which a slot holds sixteen, and the default range again if the base is
+    /// removed. Call [`segments`](Self::segments) afterwards for another range.
     pub fn base(mut self, base: impl Into<Option<Base>>) -> Self {
-        self.config.base = base.into();
+        let default_range = |base: Option<Base>| match base {
+            Some(_) => BASED_RANGE_BYTES,
+            None => ExpandableSegments::default().range_bytes,
+        };
+        let before = std::mem::replace(&mut self.config.base, base.into());
         if let SegmentPolicy::Expandable(expandable) = &mut self.config.segments
-            && self.config.base.is_some()
-            && expandable.range_bytes == ExpandableSegments::default().range_bytes
+            && expandable.range_bytes == default_range(before)
         {
-            expandable.range_bytes = BASED_RANGE_BYTES;
+            expandable.range_bytes = default_range(self.config.base);
         }
         self
     }
