@@ -366,3 +366,18 @@ fn without_its_base_a_pool_has_the_default_range() {
     let moved = with_base.to_builder().base(slot(1)).build().expect("valid");
     assert_eq!(moved.segments(), with_base.segments());
 }
+
+#[test]
+fn an_idle_device_has_each_address_once() {
+    let device = symmalloc_sim::IdleBackend::default();
+    let allocator: Allocator<_> = Allocator::new(&device, with_default_pool(based(1))).expect("free");
+    let in_the_middle = Base::at(slot(1).address() + SLOT_BYTES / 2).expect("aligned");
+    for base in [slot(1), in_the_middle] {
+        let config = PoolConfig::builder().base(base).build().expect("valid");
+        let Err(PoolError::Base(error)) = allocator.create_pool(config) else { panic!("{base} is occupied") };
+        let occupant = Occupant::Pool { pool: PoolId::DEFAULT, device: 0, base: slot(1) };
+        assert_eq!(*error, BaseError::Occupied { base, occupant, free_slot: Some(0) });
+    }
+    drop(allocator);
+    let _kept: Allocator<_> = Allocator::new(&device, with_default_pool(based(1))).expect("free again");
+}

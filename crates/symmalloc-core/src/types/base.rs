@@ -77,6 +77,19 @@ impl Base {
         self.0.get()
     }
 
+    /// Returns `true` if two pools with these bases would own a common address.
+    pub fn overlaps(self, other: Base) -> bool {
+        self.address().abs_diff(other.address()) < SLOT_BYTES
+    }
+
+    /// Returns the first slot that overlaps none of these bases.
+    pub fn free_slot(bases: impl Iterator<Item = Base> + Clone) -> Option<u32> {
+        (0..SLOT_COUNT).find(|slot| {
+            let base = Base::slot(*slot).expect("the slot exists");
+            !bases.clone().any(|other| other.overlaps(base))
+        })
+    }
+
     /// Returns the number of the slot that starts here.
     pub fn slot_number(self) -> Option<u32> {
         let offset = self.address().checked_sub(FIRST_SLOT)?;

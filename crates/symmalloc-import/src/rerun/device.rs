@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 
 use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Image, Part, Range, RangeOffset, Reason};
-use symmalloc_core::base::{Base, BaseError, SLOT_BYTES};
+use symmalloc_core::base::{Base, BaseError, Occupant, SLOT_BYTES};
 use symmalloc_core::ids::{PoolId, StreamGroup, StreamId};
 use symmalloc_core::units::{GIB, MIB};
 
@@ -55,8 +55,8 @@ struct DeviceState {
     ownerless: Vec<DeviceAddress>,
     /// Reserved ranges by base.
     ranges: BTreeMap<DeviceAddress, Reserved>,
-    /// Bases of pools that have one.
-    spaces: Vec<u64>,
+    /// Bases so far, each with its pool until the addresses are released. No range overlaps them.
+    spaces: Vec<(Base, Option<PoolId>)>,
     changes: Vec<MemoryChange>,
     /// Bytes that are mapped now, by pool. As long as the pool is unknown, memory is counted for the default pool.
     mapped: BTreeMap<PoolId, u64>,
@@ -171,8 +171,8 @@ impl Backend for NotingDevice {
     fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError> {
         let mut state = self.0.borrow_mut();
         let base = state.next_address;
-        let is_taken = |space: &&u64| base < **space + SLOT_BYTES && **space < base + size_bytes;
-        let base = if state.spaces.iter().any(|space| is_taken(&space)) { ABOVE_BASES } else { base };
+        let is_taken = |space: u64| base < space + SLOT_BYTES && space < base + size_bytes;
+        let base = if state.spaces.iter().any(|(space, _)| is_taken(space.address())) { ABOVE_BASES } else { base };
         let next = base.checked_add(size_bytes).and_then(|end| end.checked_add(GAP_BYTES));
         let full = || BackendError::new("reserve", 2, Reason::OutOfMemory);
         state.next_address = next.and_then(|next| next.checked_next_multiple_of(GRANULARITY_BYTES)).ok_or_else(full)?;
@@ -180,8 +180,18 @@ impl Backend for NotingDevice {
         Ok(Range { base: DeviceAddress(base), size_bytes })
     }
 
-    fn reserve_at(&self, base: Base, _: PoolId) -> Result<Range, BaseError> {
-        self.0.borrow_mut().spaces.push(base.address());
+    fn reserve_at(&self, base: Base, pool: PoolId) -> Result<Range, BaseError> {
+        let mut state = self.0.borrow_mut();
+        let live = state.spaces.iter().filter_map(|(other, pool)| pool.map(|pool| (*other, pool)));
+        if let Some((other, pool)) = live.clone().find(|(other, _)| other.overlaps(base)) {
+            let occupant = Occupant::Pool { pool, device: 0, base: other };
+            return Err(BaseError::Occupied {
+                base,
+                occupant,
+                free_slot: Base::free_slot(live.map(|(other, _)| other)),
+            });
+        }
+        state.spaces.push((base, Some(pool)));
         Ok(Range { base: DeviceAddress(base.address()), size_bytes: SLOT_BYTES })
     }
 
@@ -190,7 +200,10 @@ impl Backend for NotingDevice {
         Ok(())
     }
 
-    fn release_space(&self, _: Range) -> Result<(), BackendError> {
+    fn release_space(&self, space: Range) -> Result<(), BackendError> {
+        for (_, pool) in self.0.borrow_mut().spaces.iter_mut().filter(|(base, _)| base.address() == space.base.0) {
+            *pool = None;
+        }
         Ok(())
     }
 

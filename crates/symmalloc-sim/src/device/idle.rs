@@ -3,8 +3,9 @@
 //! are on every device (rule D1).
 
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Image, Part, Range, RangeOffset};
-use symmalloc_core::base::{Base, BaseError, SLOT_BYTES};
+use symmalloc_core::base::{Base, BaseError, Occupant, SLOT_BYTES};
 use symmalloc_core::ids::{PoolId, StreamId};
 use symmalloc_core::units::MIB;
 
@@ -19,11 +20,19 @@ pub struct IdleBackend {
     /// Base of the next range, above the addresses of pools with a base. Addresses are never reused, because the 64-bit
     /// address space is large enough.
     next: AtomicU64,
+    /// The pools that have a base.
+    spaces: Mutex<Vec<(Base, PoolId)>>,
+}
+
+impl IdleBackend {
+    fn spaces(&self) -> MutexGuard<'_, Vec<(Base, PoolId)>> {
+        self.spaces.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl Default for IdleBackend {
     fn default() -> Self {
-        IdleBackend { next: AtomicU64::new(FIRST_ADDRESS) }
+        IdleBackend { next: AtomicU64::new(FIRST_ADDRESS), spaces: Mutex::default() }
     }
 }
 
@@ -37,7 +46,14 @@ impl Backend for IdleBackend {
         Ok(Range { base: DeviceAddress(base), size_bytes })
     }
 
-    fn reserve_at(&self, base: Base, _: PoolId) -> Result<Range, BaseError> {
+    fn reserve_at(&self, base: Base, pool: PoolId) -> Result<Range, BaseError> {
+        let mut spaces = self.spaces();
+        if let Some(&(other, pool)) = spaces.iter().find(|(other, _)| other.overlaps(base)) {
+            let occupant = Occupant::Pool { pool, device: 0, base: other };
+            let free_slot = Base::free_slot(spaces.iter().map(|(other, _)| *other));
+            return Err(BaseError::Occupied { base, occupant, free_slot });
+        }
+        spaces.push((base, pool));
         Ok(Range { base: DeviceAddress(base.address()), size_bytes: SLOT_BYTES })
     }
 
@@ -45,7 +61,8 @@ impl Backend for IdleBackend {
         Ok(())
     }
 
-    fn release_space(&self, _: Range) -> Result<(), BackendError> {
+    fn release_space(&self, space: Range) -> Result<(), BackendError> {
+        self.spaces().retain(|(base, _)| base.address() != space.base.0);
         Ok(())
     }
 
