@@ -21,8 +21,9 @@ take turns in each round. The model, the requests and the report are those of `v
 With `--cycles N`, servers with the memory saver then release and resume N times: the KV cache and the weights, which have a backup on
 the host, each alone and both. The report has the device's free bytes before, during and after, and the tokens before and after.
 
-The job ends with a line for each bar, and with exit code 1 if one was missed: symmalloc has native's tokens, and 0.98 of its speed, as
-the median of the ratios of adjacent rounds. The cycles keep the tokens, return at least 0.9 of the bytes of native_saver, and leak nothing.
+The job ends with a line for each bar, and with exit code 1 if one was missed. symmalloc must have native's tokens, and 0.98 of its
+speed: the median of the ratios of adjacent rounds. The cycles must keep the tokens, return at least 0.9 of the bytes of
+native_saver, and leak nothing.
 
 A symmetric server needs a C++ compiler, because SGLang compiles its allocator. It also sets `NCCL_NVLS_ENABLE=1`, whatever the
 environment says: this job restores the value of the environment, or 0. SGLang compiles small kernels on the first use with nvcc.
@@ -372,12 +373,10 @@ def verdicts(report: dict[str, Any], names: list[str], least_speed: float) -> li
             line(False, f"{name}: {one['failed'].splitlines()[0]}")
             continue
         if KINDS[name].plug_in:
-            line(count > 0 and one["equal_requests"] == count, f"{name}: {one['equal_requests']} of {count} requests have native's tokens")
-            line(
-                one["speed_of_rounds"] >= least_speed,
-                f"{name}: {one['speed_of_rounds']:.3f} of the speed of {one['speed_compared_with']} (the median of adjacent rounds' ratios; "
-                f"the medians of all rounds: {one['speed']:.3f})",
-            )
+            equal, other = one["equal_requests"], one["speed_compared_with"]
+            line(count > 0 and equal == count, f"{name}: {equal} of {count} requests have native's tokens")
+            both = f"the median of adjacent rounds' ratios; the medians of all rounds: {one['speed']:.3f}"
+            line(one["speed_of_rounds"] >= least_speed, f"{name}: {one['speed_of_rounds']:.3f} of the speed of {other} ({both})")
         if (cycles := one.get("cycles")) is not None:
             are_equal = cycles["equal_requests"] == cycles["equal_to_the_last_round"] == report["requests"]
             line(are_equal, f"{name}: {cycles['equal_requests']} of {report['requests']} requests alike after {cycles['cycles']} cycles")

@@ -68,7 +68,7 @@ class Scope:
         """Ends the scope, and with it the scopes of its device that began inside. Raises `InvalidState` unless there are none."""
         if self not in open_scopes:
             _fail(
-                "the pool's scope has ended already, or began on another thread: end scopes in the opposite order, on their thread",
+                "the pool's scope has ended already, or began on another thread: end scopes in reverse order, on their thread",
                 error,
             )
             return
@@ -81,8 +81,8 @@ class Scope:
         self.__exit__(None, error, None)
         if inner:
             _fail(
-                f"{len(inner)} scopes that began inside the pool's scope ended with it: end a scope, and undo a call of tms_set_, "
-                "in the block in which it began",
+                f"{len(inner)} scopes that began inside the pool's scope ended with it: end a scope, and undo a call of "
+                "tms_set_, in the block in which it began",
                 error,
             )
 

@@ -75,8 +75,8 @@ def _check_saver(*arguments: Any) -> None:
     is_on = any(getattr(argument, "enable_memory_saver", False) for argument in arguments)
     if is_on and sys.modules.get("torch_memory_saver") is not _saver:
         raise InvalidState(
-            "the original torch_memory_saver was imported before symmalloc.sglang, so --enable-memory-saver would release nothing: "
-            "import symmalloc.sglang first"
+            "the original torch_memory_saver was imported before symmalloc.sglang, so --enable-memory-saver would release "
+            "nothing: import symmalloc.sglang first"
         )
 
 
@@ -131,8 +131,8 @@ def _replace_first_functions() -> None:
             setattr(_engine, first.__name__, first)
         elif version not in without:
             warnings.warn(
-                f"SGLang {version} has no engine.{first.__name__}: with data parallelism, its processes may use CUDA before symmalloc "
-                "is installed. Use 0.5.17 or 0.5.23, for which symmalloc.sglang was written",
+                f"SGLang {version} has no engine.{first.__name__}: with data parallelism, its processes may use CUDA before "
+                "symmalloc is installed. Use 0.5.17 or 0.5.23, for which symmalloc.sglang was written",
                 RuntimeWarning,
                 stacklevel=3,
             )

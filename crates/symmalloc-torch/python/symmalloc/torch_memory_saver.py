@@ -9,8 +9,8 @@
     torch_memory_saver.pause()
     torch_memory_saver.resume()
 
-The import installs symmalloc, so it comes before the program uses CUDA. With `TMS_INIT_ENABLE`, it raises `InvalidState` if symmalloc
-was installed before without `tag:default`. It reads torch_memory_saver's environment variables:
+The import installs symmalloc, so it comes before the program uses CUDA. With `TMS_INIT_ENABLE`, it raises `InvalidState` if
+symmalloc was installed before without `tag:default`. It reads torch_memory_saver's environment variables:
 
     TMS_INIT_ENABLE              1: the whole process is a region with the tag "default", except for the blocks of other regions
     TMS_INIT_ENABLE_CPU_BACKUP   1: that region has a backup on the host
@@ -30,12 +30,13 @@ leaves the pool with its memory or asleep with its backup. Backups on disk are f
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from ctypes import c_uint8
 from typing import TYPE_CHECKING, Any
 
-from . import captured_buffers, sleeping
+from . import captured_buffers, sleeping, torch_memory_saver_names
 from .devices import device_index, import_torch
 from .errors import InvalidArgument, InvalidState
 from .installation import install
@@ -332,9 +333,7 @@ def replace_original() -> bool:
 
     Returns `False`, and changes nothing, if the original was imported before.
     """
-    from . import torch_memory_saver_names
-
-    return torch_memory_saver_names.replace()
+    return torch_memory_saver_names.replace(sys.modules[__name__])
 
 
 @contextmanager

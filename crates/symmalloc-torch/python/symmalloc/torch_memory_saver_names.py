@@ -14,10 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
-from . import torch_memory_saver as package
 from .devices import import_torch
 from .library import library_path
-from .torch_memory_saver import TorchMemorySaver, configure_subprocess, register_hook_mode  # noqa: F401
 from .torch_memory_saver_regions import BinaryWrapper  # noqa: F401
 
 HookMode = Literal["preload", "torch"]
@@ -32,9 +30,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "testing_utils": ("empty_cache", "get_and_print_gpu_memory", "get_device", "is_xpu"),
     "utils": ("change_env", "get_binary_path_from_package", "is_xpu"),
 }
-"""The names in each module of the original's package."""
-
-__all__ = sorted({name for names in MODULES.values() for name in names} | {"replace"})
+"""The names in each module of the original's package. They are names of this module or of `symmalloc.torch_memory_saver`."""
 
 
 class HookUtilBase:
@@ -97,17 +93,17 @@ def get_and_print_gpu_memory(message: str, gpu_id: int = 0) -> int:
     return int(total - free)
 
 
-def replace() -> bool:
-    """Puts `symmalloc.torch_memory_saver` and `MODULES` in the original's place, for later imports of this process.
+def replace(package: ModuleType) -> bool:
+    """Puts a package, which is `symmalloc.torch_memory_saver`, and `MODULES` in the original's place, for later imports.
 
     Returns `False`, and changes nothing, if the original was imported before.
     """
     if sys.modules.setdefault(ORIGINAL, package) is not package:
         return False
-    this = sys.modules[__name__]
+    known = vars(package) | globals()
     for path, names in MODULES.items():
         module = ModuleType(f"{ORIGINAL}.{path}", f"Names of torch_memory_saver's `{path}`. See `{__name__}`.")
-        vars(module).update({name: getattr(this, name) for name in names})
+        vars(module).update({name: known[name] for name in names})
         parent, _, name = module.__name__.rpartition(".")
         sys.modules[module.__name__] = module
         setattr(sys.modules[parent], name, module)

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from . import sleeping
 from .devices import device_index
@@ -24,9 +24,6 @@ from .errors import InvalidState
 from .pool import MemPool
 from .scopes import Scope, innermost, use_mem_pool
 from .state import allocator
-
-if TYPE_CHECKING:
-    from .torch_memory_saver import Implementation
 
 BytePointer = ctypes.POINTER(ctypes.c_uint8)
 
@@ -134,10 +131,20 @@ class Regions:
         return levels
 
 
+class Saver(Protocol):
+    """The part of `symmalloc.torch_memory_saver.Implementation` that the C functions call."""
+
+    retain_cpu_backup: bool
+    memory_margin_bytes: int
+
+    def pause(self, tag: str | None = None) -> None: ...
+    def resume(self, tag: str | None = None) -> None: ...
+
+
 class Functions:
     """torch_memory_saver's C functions. Texts are `bytes`, and errors are raised as exceptions, unlike in C."""
 
-    def __init__(self, of: Implementation, regions: Regions) -> None:
+    def __init__(self, of: Saver, regions: Regions) -> None:
         self._of, self._regions = of, regions
 
     def tms_get_interesting_region(self) -> bool:

@@ -405,6 +405,7 @@ class Parts(unittest.TestCase):
             tempfile.TemporaryDirectory() as folder,
             mock.patch.dict(sys.modules, {"torch": torch}),
             mock.patch.dict(os.environ),
+            mock.patch.object(tempfile, "tempdir", tempfile.tempdir),
             mock.patch.object(pools, "version", return_value=23007),
             mock.patch.object(pools, "_sglang", return_value=(module, pynccl)) as imported,
             mock.patch.object(pools, "Communicator"),
@@ -434,6 +435,43 @@ class Parts(unittest.TestCase):
             module.get_nccl_mem_pool.side_effect = RuntimeError("no nvcc")
             with self.assertRaisesRegex(CannotRun, "could not compile its allocator for NCCL .no nvcc.*LIBRARY_PATH"):
                 stack.probe()
+            module.get_nccl_mem_pool.side_effect = AssertionError("requires torch>=2.8")
+            with self.assertRaisesRegex(CannotRun, "could not create its pool: AssertionError: requires torch>=2.8"):
+                stack.probe()
+            library = Path(tempfile.gettempdir()) / "symm_allocator" / "nccl_allocator.so"
+            library.parent.mkdir()
+            library.touch()
+            module.get_nccl_mem_pool.side_effect = RuntimeError("CUDA error")
+            with self.assertRaisesRegex(CannotRun, "could not create its pool: RuntimeError: CUDA error"):
+                stack.probe()
+
+    def test_sglang_compiles_in_a_folder_of_the_check(self) -> None:
+        program = """
+        import os, sys, tempfile, types
+        from pathlib import Path
+        from unittest import mock
+        sys.modules["torch"] = mock.MagicMock(__version__="2.14.1")
+        from symmalloc.check_symmetric import pools
+        shared = tempfile.gettempdir()
+        class Engine:
+            def get_nccl_mem_pool():
+                assert tempfile.gettempdir() != shared and os.environ["TMPDIR"] == tempfile.gettempdir()
+                print(tempfile.gettempdir())
+        pools.version = lambda: 23007
+        pools._sglang = lambda: (Engine, mock.MagicMock(**{"PyNcclCommunicator.return_value.disabled": False}))
+        pools.importlib.metadata.version = lambda _: "0.5.23"
+        stack = pools.Gpus("sglang", devices=[0, 1])
+        stack.configure()
+        assert tempfile.gettempdir() == shared, "this process starts other ones"
+        with tempfile.TemporaryDirectory() as folder:
+            stack.probe()
+            stack.begin(pools.Rank(0, 2, Path(folder)))
+        """
+        done = needs.process(program)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        (folder,) = set(done.stdout.splitlines())
+        self.assertEqual(len(done.stdout.splitlines()), 2, "the ranks find what the probe compiled")
+        self.assertFalse(Path(folder).exists(), "removed at the end")
 
     def test_the_exit_code_depends_on_bad_verdicts_and_on_correct_ones(self) -> None:
         def code(*verdicts: Verdict) -> int:

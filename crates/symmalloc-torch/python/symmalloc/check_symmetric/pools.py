@@ -16,6 +16,8 @@ import importlib
 import importlib.metadata
 import os
 import re
+import subprocess
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,6 +45,8 @@ VLLM_NOT_COMPILED = (
 )
 
 
+# PyTorch raises these if a compiler is missing or fails.
+SGLANG_COMPILATION = (RuntimeError, OSError, subprocess.CalledProcessError)
 SGLANG_NEEDS = "It needs nvcc, and a libnccl.so that the linker finds (LIBRARY_PATH)"
 
 
@@ -571,6 +575,8 @@ class Gpus:
         if allocator not in NAMES and not re.fullmatch(r"[\w.]+:\w+", allocator):
             raise ValueError(f"unknown allocator `{allocator}`: use {', '.join(NAMES)}, or module:function")
         self.allocator, self._devices = allocator, devices
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        """The temporary folder of the probe and of the ranks, if they need their own."""
 
     def configure(self) -> None:
         """Sets the environment, and imports PyTorch for all processes. This process never uses CUDA."""
@@ -582,9 +588,13 @@ class Gpus:
             for name, value in VLLM_ENVIRONMENT.items():
                 os.environ.setdefault(name, value)
             _vllm()  # takes seconds, and the forked ranks inherit it
+        if self.allocator == "sglang":
+            # SGLang compiles in a folder that all its processes of a machine share by default, and removes the lock there.
+            self._temporary = tempfile.TemporaryDirectory(prefix="sglang-")
 
     def probe(self) -> dict[str, Any]:
         """Checks that the stack is complete. Returns its versions and devices."""
+        self._use_temporary()
         torch = _torch()
         if self.allocator == "symmalloc":
             _install_symmalloc()  # compiles its class once, before the deadlines
@@ -632,6 +642,7 @@ class Gpus:
 
     def begin(self, rank: Rank) -> None:
         """Initializes CUDA, and connects the ranks."""
+        self._use_temporary()
         os.environ |= {
             "NCCL_DEBUG": "INFO",
             "NCCL_DEBUG_SUBSYS": "TUNING",
@@ -666,6 +677,10 @@ class Gpus:
             if "LL" not in kernel:
                 kernels[kernel] += int(works or 1)
         return dict(kernels)
+
+    def _use_temporary(self) -> None:
+        if self._temporary is not None:
+            tempfile.tempdir = os.environ["TMPDIR"] = self._temporary.name
 
     def _allocator(self, rank: Rank) -> Allocator:
         if ":" in self.allocator:
@@ -731,7 +746,9 @@ def _compile_sglang() -> None:
     try:
         allocator.get_nccl_mem_pool()
     except Exception as error:
-        raise CannotRun(f"SGLang could not compile its allocator for NCCL ({error}). {SGLANG_NEEDS}") from error
+        if isinstance(error, SGLANG_COMPILATION) and not any(Path(tempfile.gettempdir()).rglob("nccl_allocator.so")):
+            raise CannotRun(f"SGLang could not compile its allocator for NCCL ({error}). {SGLANG_NEEDS}") from error
+        raise CannotRun(f"SGLang could not create its pool: {type(error).__name__}: {error}") from error
 
 
 def _function(name: str) -> Callable[[], Any]:
