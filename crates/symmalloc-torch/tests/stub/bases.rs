@@ -84,3 +84,36 @@ stub_test!(a_tensor_can_be_allocated_at_an_address_of_a_base, ["SYMMALLOC_CONF" 
     assert_eq!(allocate_with_address(SLOT_0 + 1, MIB, a), Err(SYMMALLOC_INVALID_STATE), "not a multiple of 512");
     assert_eq!(allocate_with_address(later, 0, a), Ok(0));
 });
+
+stub_test!(
+    a_request_at_an_address_that_cannot_be_served_keeps_nothing,
+    ["SYMMALLOC_CONF" = "base:slot:0,range_mb:1024,growth_mb:2,stitching_granule_mb:2,stitching_least_mb:4"],
+    {
+        let streams = Streams::new(2);
+        let (a, b) = (streams.get(0), streams.get(1));
+        for bytes in [usize::MAX, usize::MAX - 511, usize::MAX - SLOT_0, 1 << 40, 2 << 30] {
+            assert_eq!(allocate_with_address(SLOT_0 + 512, bytes, a), Err(SYMMALLOC_INVALID_STATE), "{bytes:#x}");
+        }
+        assert_eq!(live().device_bytes, 0, "nothing is reserved");
+        // Memory on the way is in use, and the address is no multiple of 512.
+        let parts: [Pointer; 6] = [0; 6].map(|_| torch::allocate(2 * MIB, a));
+        let before = live().device_bytes;
+        for address in [parts[5], parts[5] + MIB, parts[5] + 2 * MIB + 1] {
+            assert_eq!(allocate_with_address(address, 8 * MIB, a), Err(SYMMALLOC_INVALID_STATE), "{}", message());
+        }
+        // The range ends before the request does, and the range of the other stream lies behind it.
+        let first_of_b = torch::allocate(2 * MIB, b);
+        assert_eq!(first_of_b, SLOT_0 + (1 << 30));
+        let with_b = live().device_bytes;
+        assert!(with_b > before);
+        assert_eq!(allocate_with_address(SLOT_0 + 1023 * MIB, 2 * MIB, a), Err(SYMMALLOC_INVALID_STATE));
+        // A stitched range does not grow.
+        for part in [parts[0], parts[2]] {
+            torch::free(part);
+        }
+        let stitched = torch::allocate(4 * MIB, a);
+        assert_eq!(stitched, SLOT_0 + (2 << 30));
+        assert_eq!(allocate_with_address(stitched + 4 * MIB, 2 * MIB, a), Err(SYMMALLOC_INVALID_STATE));
+        assert_eq!(live().device_bytes, with_b);
+    }
+);
