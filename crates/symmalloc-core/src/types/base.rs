@@ -129,7 +129,7 @@ impl FromStr for Base {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum BaseError {
-    /// The text names no base.
+    /// The text is not a valid base.
     #[error("a base must be slot:N, or a hexadecimal address such as 0x200000000000")]
     Syntax,
     /// There is no slot of this number.

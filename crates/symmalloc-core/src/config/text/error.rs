@@ -60,7 +60,7 @@ pub enum ConfigTextError {
         /// The accepted values.
         allowed: &'static str,
     },
-    /// The value is no base.
+    /// The value is not a valid base.
     #[error("byte {offset}: {source}")]
     Base {
         /// Offset of the value.
