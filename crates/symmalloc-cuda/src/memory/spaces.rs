@@ -13,13 +13,14 @@
 //! The user of the addresses is another pool of this process, or a mapping in `/proc/self/maps`. The driver shows reservations of other
 //! libraries there too, because device addresses are also addresses of the process.
 
+use super::backing::Backing;
 use crate::device::CudaDevice;
-use crate::error::DriverError;
+use crate::error::{DriverError, INVALID_VALUE};
 use cudarc::driver::sys::CUdeviceptr;
 use std::collections::BTreeMap;
 use std::fs;
 use std::ops;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use symmalloc_core::backend::{DeviceAddress, Range};
 use symmalloc_core::base::{Base, BaseError, Occupant, SLOT_BYTES, SLOT_COUNT};
 use symmalloc_core::ids::PoolId;
@@ -37,16 +38,11 @@ struct Owner {
 static OWNERS: Mutex<BTreeMap<u64, Owner>> = Mutex::new(BTreeMap::new());
 
 fn owners() -> MutexGuard<'static, BTreeMap<u64, Owner>> {
-    OWNERS.lock().unwrap_or_else(PoisonError::into_inner)
+    lock(&OWNERS)
 }
 
 /// Reserves the addresses of a pool. The caller has entered the device's context.
-pub(super) fn reserve(
-    device: &CudaDevice,
-    base: Base,
-    pool: PoolId,
-    granularity_bytes: u64,
-) -> Result<Range, BaseError> {
+fn reserve(device: &CudaDevice, base: Base, pool: PoolId, granularity_bytes: u64) -> Result<Range, BaseError> {
     // Held until the end, so that two pools cannot both find the addresses free.
     let mut owners = owners();
     if let Some(owner) = owner_of(&owners, &addresses_of(base)) {
@@ -77,13 +73,71 @@ pub(super) fn reserve(
     Err(BaseError::Occupied { base, occupant, free_slot: free_slot(&owners, &mappings) })
 }
 
-/// Releases the addresses of a pool, in which nothing is mapped. After an error, they stay reserved.
-pub(super) fn release(device: &CudaDevice, base: u64) -> Result<(), DriverError> {
-    let mut owners = owners();
-    // SAFETY: `reserve` reserved them with this size, and by the contract of `Backend` nothing is mapped there anymore.
-    unsafe { device.driver().address_free(base, SLOT_BYTES as usize) }?;
-    owners.remove(&base);
-    Ok(())
+/// Ranges of an allocator by base address.
+type Ranges = Mutex<BTreeMap<u64, Arc<Backing>>>;
+
+fn lock<T>(values: &Mutex<T>) -> MutexGuard<'_, T> {
+    values.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The addresses that one allocator's memory reserved for pools with a base.
+#[derive(Default)]
+pub(super) struct Spaces {
+    /// First address to size. Locked before the ranges.
+    reserved: Mutex<BTreeMap<u64, u64>>,
+}
+
+impl Spaces {
+    /// Reserves the addresses of a pool. The caller has entered the device's context.
+    pub(super) fn reserve(
+        &self,
+        device: &CudaDevice,
+        base: Base,
+        pool: PoolId,
+        granularity_bytes: u64,
+    ) -> Result<Range, BaseError> {
+        let space = reserve(device, base, pool, granularity_bytes)?;
+        lock(&self.reserved).insert(space.base.0, space.size_bytes);
+        Ok(space)
+    }
+
+    /// Turns a part of these addresses into a range, if it overlaps no other one.
+    pub(super) fn carve(&self, ranges: &Ranges, part: Range, granularity_bytes: u64) -> Result<(), DriverError> {
+        let (reserved, mut ranges) = (lock(&self.reserved), lock(ranges));
+        let (start, size_bytes) = (part.base.0, part.size_bytes);
+        let is_whole = size_bytes > 0 && (start | size_bytes).is_multiple_of(granularity_bytes);
+        let end = start.checked_add(size_bytes).filter(|_| is_whole);
+        let is_inside =
+            |end: &u64| reserved.range(..=start).next_back().is_some_and(|(space, size)| *end <= space + size);
+        let is_free = |end: &u64| {
+            let before = ranges.range(..end).next_back();
+            before.is_none_or(|(other, backing)| other + backing.range.size_bytes <= start)
+        };
+        if end.filter(is_inside).filter(is_free).is_none() {
+            return Err(DriverError { call: "cuMemAddressReserve", code: INVALID_VALUE });
+        }
+        ranges.insert(start, Arc::new(Backing::new(part, true)));
+        Ok(())
+    }
+
+    /// Releases the addresses of a pool if none of their parts is a range. After an error, they stay reserved. The caller has entered the
+    /// device's context.
+    pub(super) fn release(&self, ranges: &Ranges, device: &CudaDevice, space: Range) -> Result<(), DriverError> {
+        // Held until the end, so that no part is carved in the meantime.
+        let mut reserved = lock(&self.reserved);
+        let Range { base: DeviceAddress(start), size_bytes } = space;
+        let is_owned = reserved.get(&start) == Some(&size_bytes);
+        if !is_owned || lock(ranges).range(start..start + size_bytes).next().is_some() {
+            return Err(DriverError { call: "cuMemAddressFree", code: INVALID_VALUE });
+        }
+        let mut owners = owners();
+        // SAFETY: checked above: `reserve` of this value reserved these addresses with this size, and no range lies inside. A range is
+        // removed only after its memory is unmapped, so nothing is mapped there.
+        unsafe { device.driver().address_free(start, size_bytes as usize) }?;
+        owners.remove(&start);
+        reserved.remove(&start);
+        Ok(())
+    }
 }
 
 fn addresses_of(base: Base) -> ops::Range<u64> {

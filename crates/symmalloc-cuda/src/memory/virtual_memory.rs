@@ -26,7 +26,7 @@ use super::handle::{DmaBufRefusal, ExportedHandle, HandleKind, HeldDmaBuf};
 use super::interface::BackendMemory;
 use super::prefetch_window::{PrefetchRule, PrefetchWindow};
 use super::properties::{granularity_of, supported_properties};
-use super::spaces;
+use super::spaces::Spaces;
 use super::spare::{Prefetched, with_spare};
 use crate::device::CudaDevice;
 use crate::driver::{ACCESS_READ_WRITE, MemAccess, MemLocation, MemProperties};
@@ -70,6 +70,8 @@ pub(crate) struct VirtualMemory {
     is_full: AtomicBool,
     /// Ranges by base address. Each has a separate lock, because mapping takes tens of microseconds.
     ranges: Mutex<BTreeMap<u64, Arc<Backing>>>,
+    /// The addresses of pools with a base. Locked before `ranges`.
+    spaces: Spaces,
     /// Handles that the driver failed to release. Releasing is retried when memory is released.
     unreleased: Mutex<Vec<c_ulonglong>>,
     /// Notified after memory becomes accessible and before it is unmapped.
@@ -148,6 +150,7 @@ impl VirtualMemory {
             paused: AtomicUsize::new(0),
             is_full: AtomicBool::new(false),
             ranges: Mutex::default(),
+            spaces: Spaces::default(),
             unreleased: Mutex::default(),
             fills,
         })
@@ -309,12 +312,10 @@ impl VirtualMemory {
         }
         match self.unmap_run(range, run) {
             Ok(()) => chunks.remove_chunks(run),
-            Err(error) => tracing::warn!(
-                name: "memory.chunks_kept",
-                target: "symmalloc",
-                size_bytes = run.end - run.start,
-                %error,
-            ),
+            Err(error) => {
+                let size_bytes = run.end - run.start;
+                tracing::warn!(name: "memory.chunks_kept", target: "symmalloc", size_bytes, %error);
+            }
         }
     }
 }
@@ -336,8 +337,7 @@ impl VirtualMemory {
     /// and while a caller waits for the range, because that caller then requests more prefetching itself.
     pub(crate) fn prefetch_chunk(&self, backing: &Backing) -> bool {
         let Some(mut backed) = backing.lock_behind_callers() else { return false };
-        // Checked under the lock: a caller that pauses prefetching takes the lock afterwards to release prefetched memory, so it misses no
-        // chunk.
+        // Checked under the lock, which a caller that pauses prefetching takes afterwards to release all prefetched memory.
         if !self.may_prefetch() {
             return false;
         }
@@ -436,18 +436,17 @@ impl BackendMemory for VirtualMemory {
         let driver = |error: DriverError| BaseError::Driver { base, call: error.call, code: error.code };
         let _current = self.device.enter().map_err(driver)?;
         let _relaxed = self.device.driver().relax_capture();
-        spaces::reserve(&self.device, base, pool, self.granularity_bytes)
+        self.spaces.reserve(&self.device, base, pool, self.granularity_bytes)
     }
 
     fn carve(&self, part: Range) -> Result<(), BackendError> {
-        self.ranges().insert(part.base.0, Arc::new(Backing::new(part, true)));
-        Ok(())
+        Ok(self.spaces.carve(&self.ranges, part, self.granularity_bytes)?)
     }
 
     fn release_space(&self, space: Range) -> Result<(), BackendError> {
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver().relax_capture();
-        Ok(spaces::release(&self.device, space.base.0)?)
+        Ok(self.spaces.release(&self.ranges, &self.device, space)?)
     }
 
     fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {

@@ -4,7 +4,8 @@ use crate::process::{calls, device, fail, heal, live, move_hints, stub_test};
 use cudarc::driver::DevicePtr;
 use std::sync::Arc;
 use stub_process::ranks;
-use symmalloc_core::base::{Base, BaseError, Occupant};
+use symmalloc_core::backend::{Backend, DeviceAddress, Range};
+use symmalloc_core::base::{Base, BaseError, Occupant, SLOT_BYTES};
 use symmalloc_core::config::{Config, ConfigError, PoolConfig};
 use symmalloc_core::errors::PoolError;
 use symmalloc_core::op::Contents;
@@ -195,21 +196,67 @@ stub_test!(memory_that_the_driver_allocates_as_a_whole_has_no_base, {
     assert_eq!(live().ranges, 0);
 });
 
+stub_test!(only_its_own_backend_divides_and_releases_a_space, {
+    let device = device();
+    let [backend, other] = [0; 2].map(|_| CudaBackend::builder(&device).build().expect("the stub supports it"));
+    let space = backend.reserve_at(Base::slot(0).expect("it exists"), PoolId(1)).expect("free");
+    let part = |offset: u64, size_bytes: u64| Range { base: DeviceAddress(space.base.0 + offset), size_bytes };
+    let granule = backend.granularity_bytes();
+    let carved = part(4 * granule, 4 * granule);
+    other.carve(space, carved).expect_err("another backend's addresses");
+    backend.carve(space, carved).expect("free");
+    for (offset, size_bytes) in
+        [(4 * granule, granule), (7 * granule, 2 * granule), (0, 5 * granule), (5 * granule, granule)]
+    {
+        backend.carve(space, part(offset, size_bytes)).expect_err("a part of it is a range");
+    }
+    for (offset, size_bytes) in
+        [(0, 0), (512, granule), (0, 512), (0, SLOT_BYTES + granule), (0, u64::MAX - granule + 1)]
+    {
+        backend.carve(space, part(offset, size_bytes)).expect_err("not whole granules of the space");
+    }
+    backend.carve(space, part(SLOT_BYTES - granule, granule)).expect("free");
+    backend.release_space(space).expect_err("parts of it are ranges");
+    backend.release(carved).expect("nothing is mapped");
+    backend.release_space(space).expect_err("a part of it is a range");
+    backend.release(part(SLOT_BYTES - granule, granule)).expect("nothing is mapped");
+    other.release_space(space).expect_err("another backend's addresses");
+    backend.release_space(part(0, 4 * granule)).expect_err("another size");
+    assert_eq!((calls("cuMemAddressFree"), live().ranges), (0, 1));
+    backend.release_space(space).expect("nothing is mapped");
+    backend.release_space(space).expect_err("already released");
+    assert_eq!((calls("cuMemAddressFree"), live().ranges), (1, 0));
+});
+
 stub_test!(failed_calls_leave_no_addresses_behind, {
     let device = device();
     let stream = device.context().new_stream().expect("a stream");
-    for call in ["cuMemAddressReserve", "cuMemAddressFree", "cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap"] {
-        for nth in 1..4 {
+    let cases = [
+        ("cuMemAddressReserve", 2),
+        ("cuMemAddressFree", 2),
+        ("cuMemCreate", 4),
+        ("cuMemMap", 4),
+        ("cuMemSetAccess", 4),
+        ("cuMemUnmap", 2),
+    ];
+    for (call, times) in cases {
+        for nth in 1..=times {
             let allocator = CudaAllocator::new(&device, Config::default()).expect("created");
             fail(call, nth, 2);
+            let mut failures = 0;
             for base in ["slot:0", "slot:1"] {
-                let Ok(pool) = allocator.create_pool(based(base)) else { continue };
+                let Ok(pool) = allocator.create_pool(based(base)) else {
+                    failures += 1;
+                    continue;
+                };
                 for size in [MIB, 40 * MIB] {
-                    drop(allocator.with_pool(&pool).alloc_zeroed::<u8>(&stream, size));
+                    let made = allocator.with_pool(&pool).alloc_zeroed::<u8>(&stream, size);
+                    failures += usize::from(made.is_err());
                 }
-                drop(pool);
+                failures += usize::from(pool.destroy().is_err());
             }
             heal();
+            assert_eq!(failures, 1, "{call} {nth}");
             allocator.trim_all().expect("no fault is left");
             drop(allocator);
             assert_eq!((live().mappings, live().device_bytes, live().ranges), (0, 0, 0), "{call} {nth}");
