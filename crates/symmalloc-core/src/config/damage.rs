@@ -128,7 +128,7 @@ struct Suspects<'a> {
 impl fmt::Display for Suspects<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if !self.freed.is_empty() {
-            let freed: Vec<_> = self.freed.iter().map(|record| record.to_string()).collect();
+            let freed: Vec<_> = self.freed.iter().map(ToString::to_string).collect();
             write!(f, "; freed last, newest first: {}", freed.join(", "))?;
         }
         if !self.asleep.is_empty() {

@@ -83,7 +83,7 @@ impl Base {
     }
 
     /// Returns the first slot that overlaps none of these bases.
-    pub fn free_slot(bases: impl Iterator<Item = Base> + Clone) -> Option<u32> {
+    pub fn free_slot(bases: &(impl Iterator<Item = Base> + Clone)) -> Option<u32> {
         (0..SLOT_COUNT).find(|slot| {
             let base = Base::slot(*slot).expect("the slot exists");
             !bases.clone().any(|other| other.overlaps(base))

@@ -188,7 +188,7 @@ impl Backend for NotingDevice {
             return Err(BaseError::Occupied {
                 base,
                 occupant,
-                free_slot: Base::free_slot(live.map(|(other, _)| other)),
+                free_slot: Base::free_slot(&live.map(|(other, _)| other)),
             });
         }
         state.spaces.push((base, Some(pool)));

@@ -50,7 +50,7 @@ impl Backend for IdleBackend {
         let mut spaces = self.spaces();
         if let Some(&(other, pool)) = spaces.iter().find(|(other, _)| other.overlaps(base)) {
             let occupant = Occupant::Pool { pool, device: 0, base: other };
-            let free_slot = Base::free_slot(spaces.iter().map(|(other, _)| *other));
+            let free_slot = Base::free_slot(&spaces.iter().map(|(other, _)| *other));
             return Err(BaseError::Occupied { base, occupant, free_slot });
         }
         spaces.push((base, pool));

@@ -88,8 +88,8 @@ fn an_invalid_line_is_reported_with_the_expected_syntax() {
     assert_eq!(error_of(&[HEAD, "heap s0 1 af 0\n"]), "column 11: expected a digest: 16 hexadecimal digits");
     assert_eq!(error_of(&[HEAD, HEAP, "segment 0 big\n"]), "column 11: expected a class of segments: small or large");
     assert_eq!(
-        error_of(&[HEAD, HEAP, "segment 0 large 1\n"]),
-        "column 17: the line is complete before this; remove the rest or comment it out with #"
+        error_of(&[HEAD, HEAP, "segment 0 large 0 1\n"]),
+        "column 19: the line is complete before this; remove the rest or comment it out with #"
     );
     assert_eq!(
         error_of(&[HEAD, HEAP, "segment 4294967296 large\n"]),

@@ -197,7 +197,11 @@ fn any_single_call_can_fail() {
         let event = device.record(S0)?;
         device.wait(S1, event)?;
         device.query(event)?;
+        let bytes = Bytes { address: range.base, size_bytes: 512 };
+        device.fill(S0, bytes, 1)?;
+        let comparison = device.compare(S0, bytes, 1)?;
         device.synchronize(S0)?;
+        comparison.map(|comparison| device.compared(comparison)).transpose()?;
         let parts = [Part { address: range.base, size_bytes: GRANULE, image_offset_bytes: 0 }];
         let image = device.save(PoolId::DEFAULT, &parts)?;
         let filled = device.load(image, &parts).and_then(|()| device.zero(&parts));
@@ -218,7 +222,21 @@ fn any_single_call_can_fail() {
         .collect();
     assert_eq!(
         names,
-        ["reserve", "map", "record", "wait", "query", "synchronize", "save", "load", "zero", "unmap", "release"]
+        [
+            "reserve",
+            "map",
+            "record",
+            "wait",
+            "query",
+            "fill",
+            "compare",
+            "synchronize",
+            "save",
+            "load",
+            "zero",
+            "unmap",
+            "release"
+        ]
     );
     assert!(Call::ALL.iter().all(|&call| plain.calls().of(call) == 1));
 }
