@@ -172,12 +172,12 @@ fn a_difference_in_an_allocation_is_reported_with_its_name() {
     let acts: [(&str, Act); 6] = [
         ("use", |rank, made| rank.record_use(made.handle, OWN).expect("the allocation should be live")),
         ("use by another stream", |rank, made| {
-            rank.record_use(made.handle, OTHER).expect("the allocation should be live")
+            rank.record_use(made.handle, OTHER).expect("the allocation should be live");
         }),
         ("free", |rank, made| rank.free(made.handle).expect("the allocation should be live")),
         ("use at", |rank, made| rank.record_use_at(made.address, OWN).expect("the allocation should be live")),
         ("use at by another stream", |rank, made| {
-            rank.record_use_at(made.address, OTHER).expect("the allocation should be live")
+            rank.record_use_at(made.address, OTHER).expect("the allocation should be live");
         }),
         ("free at", |rank, made| _ = rank.free_at(made.address).expect("the allocation should be live")),
     ];

@@ -291,7 +291,7 @@ fn live_blocks_table() {
     });
     let host_bytes = (resident_bytes() - before) / count as f64;
     let freeing = nanoseconds(|| {
-        handles.iter().for_each(|handle| allocator.free(*handle).expect("the allocation should be live"))
+        handles.iter().for_each(|handle| allocator.free(*handle).expect("the allocation should be live"));
     });
     allocator.trim_all().expect("the device releases the memory");
     assert_eq!(allocator.stats().reserved_bytes.current, 0, "all memory is returned");

@@ -223,7 +223,7 @@ fn threads_can_free_while_others_sleep_trim_reset_and_check() {
                     }
                 }
             });
-            let outcomes = workers.map(|worker| worker.join());
+            let outcomes = workers.map(std::thread::ScopedJoinHandle::join);
             is_done.store(true, Ordering::Relaxed);
             outcomes.into_iter().for_each(|outcome| outcome.expect("no violation"));
             disturbing.join().expect("no violation");

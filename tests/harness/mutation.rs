@@ -352,7 +352,7 @@ impl SymmetricProgram {
             }
             None => {
                 program.config =
-                    program.config.to_builder().default_pool(new).build().expect("the configuration should be valid")
+                    program.config.to_builder().default_pool(new).build().expect("the configuration should be valid");
             }
         })?;
         mutant.key = Some(key);

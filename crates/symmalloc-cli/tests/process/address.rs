@@ -61,8 +61,8 @@ fn a_flight_record_names_live_and_freed_allocations() {
     );
     assert!(words.contains("allocation 0 (scores): 4.00 KiB at 0x1000, p0, s1, op 7 to 9"), "{words}");
     assert!(words.contains("after it, at the end: allocation 2: 512 B at 0x2000, p3, s0, not freed"), "{words}");
-    let empty = folder
-        .file("empty.json", &record.split(", \"memory\"").next().map(|head| format!("{head}}}")).expect("a head"));
+    let empty =
+        folder.file("empty.json", record.split(", \"memory\"").next().map(|head| format!("{head}}}")).expect("a head"));
     let refused = symmalloc("address 0x1010 {}", &[&empty]);
     assert_eq!(refused.code, Some(2));
     assert!(refused.stderr.contains("no addresses"), "{}", refused.stderr);

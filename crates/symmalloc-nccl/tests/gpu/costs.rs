@@ -66,7 +66,7 @@ fn a_sync_with_nothing_new_is_cheap() {
             let agreeing = registrar(&allocator, Mode::AtSync, &[&comms[0]]);
             (0..100).for_each(|_| small_all_reduce(rank, &comms[0], &mut buffer));
             (0..100).for_each(|_| {
-                assert_eq!(agreeing.sync(&[&comms[0]]).expect("the ranks should agree").registrations, 0)
+                assert_eq!(agreeing.sync(&[&comms[0]]).expect("the ranks should agree").registrations, 0);
             });
             rank.meet();
             let collective = timed(2000, || small_all_reduce(rank, &comms[0], &mut buffer));
@@ -112,7 +112,7 @@ fn a_registration_costs_what_nccls_own_does() {
             rank.meet();
             let first = timed(1, || {
                 windows
-                    .push(comm.register_window(segments[0].base.0, 2 * MIB).expect("the registration should succeed"))
+                    .push(comm.register_window(segments[0].base.0, 2 * MIB).expect("the registration should succeed"));
             });
             let mut rest = segments[1..].iter();
             let own = timed(WINDOWS - 1, || {
@@ -122,10 +122,10 @@ fn a_registration_costs_what_nccls_own_does() {
             let mut gone = windows.into_iter();
             let own_back = timed(WINDOWS, || match gone.next().expect("there are as many segments as windows") {
                 Registered::Window(window) => {
-                    comm.deregister_window(window).expect("the deregistration should succeed")
+                    comm.deregister_window(window).expect("the deregistration should succeed");
                 }
                 Registered::Plain(registration) => {
-                    comm.deregister_buffer(registration).expect("the deregistration should succeed")
+                    comm.deregister_buffer(registration).expect("the deregistration should succeed");
                 }
             });
             for segment in segments {

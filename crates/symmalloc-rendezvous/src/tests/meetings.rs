@@ -98,7 +98,7 @@ impl Venue {
                 body(&TorchStore::connect(host, *port, &within(PATIENT)).expect("it should run"));
             }
             Venue::Place { place: Place::Folder(folder), .. } => {
-                body(&FolderStore::open(folder).expect("it should be private"))
+                body(&FolderStore::open(folder).expect("it should be private"));
             }
             Venue::Place { place: Place::Own(list), .. } if rank == 0 => {
                 let refused = |_, _| ("refused".to_owned(), Vec::new());
@@ -305,13 +305,13 @@ fn cards_of_earlier_runs_do_not_mislead_the_next_one() {
             let key = format!("symmalloc/{:016x}/card", meeting.job);
             let stale = Card { token: [1; TOKEN_BYTES], endpoints: vec![nobody.clone()], outcome: outcome.clone() };
             venue.with_store(&meeting, 0, |store| {
-                store.set(&key, &stale.bytes(), &within(PATIENT)).expect("it should be set")
+                store.set(&key, &stale.bytes(), &within(PATIENT)).expect("it should be set");
             });
             let results = run(&venue, &vec![meeting.clone(); 2], PATIENT, |rank| u64::from(1 - rank) * 150);
             assert_eq!(results, vec![Ok(ID); 2], "store {kind}");
             // A rank that comes after the others gave up reports why they did.
             venue.with_store(&meeting, 0, |store| {
-                store.set(&key, &stale.bytes(), &within(PATIENT)).expect("it should be set")
+                store.set(&key, &stale.bytes(), &within(PATIENT)).expect("it should be set");
             });
             let late = venue.hold(&meeting, 1, &within(100));
             match outcome {
