@@ -14,7 +14,7 @@
 //! recorded.
 //!
 //! The gate comes before all other locks. While nothing is recorded it is open, and an op reads one flag, which
-//! [debugging](super::watched) shares.
+//! debugging shares.
 //!
 //! | event | records |
 //! |---|---|
