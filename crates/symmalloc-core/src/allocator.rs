@@ -137,7 +137,7 @@ pub struct Allocator<B: Backend, L: Lock> {
     program_order: Arc<ProgramOrder>,
     /// The gate through which recorded ops pass one at a time. Taken before every other lock.
     recorder: Recorder<L>,
-    /// What the debugging options of all heaps have in common.
+    /// The state that the debuggers of all heaps share.
     debug: DebugState<L>,
 }
 

@@ -114,7 +114,7 @@ impl fmt::Display for AddressBlock {
     }
 }
 
-/// What an allocator knows about a device address, from [`Allocator::explain_address`].
+/// The allocations at a device address, and their neighbors, from [`Allocator::explain_address`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct AddressReport {

@@ -1,4 +1,4 @@
-//! What the debuggers of all heaps have in common: totals, and what the debuggers of destroyed pools knew.
+//! The state that the debuggers of all heaps share: totals, and the findings of the debuggers of destroyed pools.
 
 use crate::arena::fencing::DynContext;
 use crate::config::damage::{DebugRecord, MemoryDamage};
@@ -11,10 +11,10 @@ use std::sync::Arc;
 /// Freed blocks of destroyed pools that are remembered.
 const FREED_MAX: usize = 1 << 14;
 
-/// What the debuggers of all heaps have in common.
+/// The state that the debuggers of all heaps share.
 pub(super) struct DebugState<L: Lock> {
     totals: Arc<DebugTotals>,
-    /// What the debuggers of destroyed pools knew. No other lock is taken under its lock.
+    /// The findings of the debuggers of destroyed pools. No other lock is taken under this one.
     destroyed: L::Cell<Destroyed>,
 }
 

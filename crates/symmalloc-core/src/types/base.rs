@@ -167,7 +167,7 @@ pub enum BaseError {
         free_slot: Option<u32>,
     },
     /// The backend cannot choose addresses: its memory comes from the driver or the program as a whole.
-    #[error("this memory has no virtual addresses of its own choice: remove base, or use a device with virtual memory")]
+    #[error("this backend cannot choose virtual addresses: remove base, or use a device with virtual memory")]
     Unsupported,
     /// A driver call failed.
     #[error(

@@ -7,7 +7,7 @@
 //! The device needs no kernel for this, so no module is loaded. A slot is taken for the time of one comparison.
 //!
 //! Memory of the host as a stream (`cudaMalloc` under `symmalloc run`) may be used by every stream at once, and `cudaFree` waits for all of
-//! them before it frees. It is therefore filled and compared on a stream of its own here. The host waits for this work, which waits for no
+//! them before it frees. It is therefore filled and compared on a separate stream. The host waits for this work, which waits for no
 //! other.
 
 use super::BackendStreams;
