@@ -12,7 +12,7 @@ use std::error::Error;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
-use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_core::config::Config;
 use symmalloc_core::op::Contents;
 use symmalloc_core::{Allocation, DeviceAddress, PoolId};
 use symmalloc_cuda::{Access, CudaAllocator, CudaDevice, GraphPool, Import};
@@ -211,7 +211,7 @@ impl Job {
                 Ok(freed.map_or_else(|error| format!("error {error}"), |_| "silent".to_owned()))
             }
             "graph_pool" => {
-                let pool = GraphPool::new(&self.allocator, PoolConfig::default())?;
+                let pool = GraphPool::new(&self.allocator, self.allocator.core().config().default_pool().clone())?;
                 let capture = pool.begin(&stream)?;
                 let inside = self.allocator.allocate_named(&stream, LARGE_BYTES, "inside")?;
                 self.write(&stream, inside.address.0, ONE, 1)?;

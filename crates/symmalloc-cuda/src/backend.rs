@@ -140,7 +140,8 @@ impl CudaBackendBuilder {
     }
 
     /// Allocates memory with `cuMemAlloc` even if the device supports virtual memory. NCCL windows and expandable segments do not work in
-    /// this mode.
+    /// this mode. The environment variable `SYMMALLOC_PLAIN_MEMORY=1` does the same, for compute-sanitizer, which accepts blocks of
+    /// `cuMemAlloc` memory only (`docs/memory-errors.md`).
     pub fn plain(mut self) -> Self {
         self.plain = true;
         self
@@ -211,7 +212,8 @@ impl CudaBackend {
     /// Returns a builder with the defaults: virtual memory if the device supports it, and no peers.
     pub fn builder(device: &Arc<CudaDevice>) -> CudaBackendBuilder {
         let (options, device) = (VirtualOptions::default(), Arc::clone(device));
-        CudaBackendBuilder { device, options, plain: false, images_in: None, source: None, listener: None }
+        let plain = std::env::var_os("SYMMALLOC_PLAIN_MEMORY").is_some_and(|value| !value.is_empty() && value != "0");
+        CudaBackendBuilder { device, options, plain, images_in: None, source: None, listener: None }
     }
 
     /// Lets another device read and write the memory that is mapped now or later. Like [`CudaBackendBuilder::peers`], for programs that

@@ -441,7 +441,8 @@ impl PoolConfigBuilder {
             if debug.unmap && keeps {
                 return Err(ConfigError::NotUnmapped);
             }
-            if debug.unmap {
+            // A pool that keeps its memory, such as one for graphs, unmaps it at its end.
+            if debug.unmap && self.config.reclaim != Reclaim::Never {
                 self.config.release_threshold_bytes = Some(0);
             }
         }

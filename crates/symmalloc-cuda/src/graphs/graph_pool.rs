@@ -74,6 +74,8 @@ struct GraphPoolState {
     observer: ObserverId,
     /// Streams on which graphs of this pool were launched.
     launched_on: Mutex<Vec<StreamId>>,
+    /// The option `debug:unmap` of the pool.
+    unmaps: bool,
 }
 
 impl GraphPool {
@@ -86,11 +88,12 @@ impl GraphPool {
     pub fn new(allocator: &CudaAllocator, config: PoolConfig) -> Result<Self, CudaError> {
         let config =
             config.to_builder().stitching(None).reclaim(Reclaim::Never).release_threshold_bytes(None).build()?;
+        let unmaps = config.debug().unmap;
         let state = Arc::clone(allocator.state());
         let pool = state.create_untrimmed_pool(config)?;
         let (observer, _) = state.core().observe(pool)?;
         state.note_graph_pool(pool);
-        Ok(GraphPool { inner: Arc::new(GraphPoolState { state, pool, observer, launched_on: Mutex::default() }) })
+        Ok(GraphPool { inner: Arc::new(GraphPoolState { state, pool, observer, launched_on: Mutex::default(), unmaps }) })
     }
 
     /// Returns the pool's id, which is equal on all ranks.
@@ -147,14 +150,17 @@ impl GraphPool {
 }
 
 impl Drop for GraphPoolState {
-    /// Leaves the memory for the allocator's next trim, because releasing memory may block and dropping must not. In a forked child, the
-    /// memory belongs to the parent process and is not touched.
+    /// Leaves the memory for the allocator's next trim, because releasing memory may block and dropping must not. With `debug:unmap`, the
+    /// memory is released now, so that a later launch faults. In a forked child, the memory belongs to the parent process and is not touched.
     fn drop(&mut self) {
         if is_forked() {
             return mem::forget(Arc::clone(&self.state));
         }
         let streams = mem::take(&mut *lock(&self.launched_on));
         self.state.abandon_graph_pool(AbandonedPool { pool: self.pool, observer: Some(self.observer), streams });
+        if self.unmaps {
+            self.state.destroy_abandoned_graph(self.pool);
+        }
     }
 }
 

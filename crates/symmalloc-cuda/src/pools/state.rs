@@ -262,6 +262,11 @@ impl<B: CudaMemory> AllocatorState<B> {
         lock(&self.abandoned_graphs).push(abandoned);
     }
 
+    /// Destroys an abandoned graph pool now, after the host has waited for its launches. If that fails, the next trim tries again.
+    pub(crate) fn destroy_abandoned_graph(&self, pool: PoolId) {
+        let _failed = self.destroy_abandoned_graphs(|abandoned| *abandoned == pool);
+    }
+
     /// Destroys a pool that has owners. Returns the number of released bytes.
     pub(crate) fn destroy_pool(&self, pool: PoolId) -> Result<u64, CudaError> {
         let released_bytes = self.core.destroy_pool(pool)?;
@@ -352,7 +357,7 @@ fn fitting<B: CudaMemory>(backend: &B, config: PoolConfig) -> Result<PoolConfig,
         target: "symmalloc",
         "this backend cannot grow ranges: the pool uses fixed segments instead of expandable ones",
     );
-    Ok(config.to_builder().fixed().build()?)
+    Ok(config.to_builder().stitching(None).fixed().build()?)
 }
 
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

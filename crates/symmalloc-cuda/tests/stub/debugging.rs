@@ -140,7 +140,7 @@ stub_test!(a_failed_call_leaves_memory_unchecked, {
     }
 });
 
-stub_test!(blocks_are_reported_to_a_tool, ["NVTX_INJECTION64_PATH" = "libcuda.so"], {
+stub_test!(blocks_are_reported_to_a_tool, ["NVTX_INJECTION64_PATH" = "libcuda.so", "SYMMALLOC_PLAIN_MEMORY" = "1"], {
     let device = device();
     let stream = device.context().new_stream().expect("a stream");
     let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
@@ -162,7 +162,7 @@ stub_test!(blocks_are_reported_to_a_tool, ["NVTX_INJECTION64_PATH" = "libcuda.so
 });
 
 // A launch uses the memory after its free in the capture, so the tool must still accept it.
-stub_test!(memory_of_a_graph_stays_reported_until_its_pool_ends, ["NVTX_INJECTION64_PATH" = "libcuda.so"], {
+stub_test!(memory_of_a_graph_stays_reported_until_its_pool_ends, ["NVTX_INJECTION64_PATH" = "libcuda.so", "SYMMALLOC_PLAIN_MEMORY" = "1"], {
     let device = device();
     let stream = device.context().new_stream().expect("a stream");
     let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
@@ -197,8 +197,8 @@ stub_test!(
 );
 
 stub_test!(
-    a_heap_that_the_tool_rejects_has_no_blocks,
-    ["NVTX_INJECTION64_PATH" = "libcuda.so", "STUB_NVTX_REJECT" = "1"],
+    a_heap_of_mapped_memory_is_rejected_and_has_no_blocks,
+    ["NVTX_INJECTION64_PATH" = "libcuda.so"],
     {
         let device = device();
         let stream = device.context().new_stream().expect("a stream");
@@ -240,4 +240,21 @@ stub_test!(a_capture_that_nobody_announced_delays_no_result, {
     allocator.core().check_memory().expect_err("damaged");
     stream.end_capture(CUgraphInstantiate_flags(0)).map(drop).expect("the capture is valid");
     assert!(allocator.core().check_memory().is_ok());
+});
+
+stub_test!(memory_of_a_graph_pool_is_unmapped_when_the_pool_ends, {
+    let (allocator, stream) = allocator("debug:unmap");
+    let pool = GraphPool::new(&allocator, allocator.core().config().default_pool().clone()).expect("a pool");
+    let capture = pool.begin(&stream).expect("a capture");
+    let inside = allocator.allocate(&stream, 4 << 20).expect("memory");
+    allocator.free(inside.handle).expect("a live block");
+    let graph = capture.end().expect("a graph");
+    let reserved = || allocator.core().stats().reserved_bytes.current;
+    let during = reserved();
+    assert!(during >= 4 << 20, "launches use the freed block, so it stays mapped: {during} bytes");
+    graph.launch(&stream).expect("a launch");
+    drop(pool);
+    assert_eq!(reserved(), during, "the graph keeps its pool");
+    drop(graph);
+    assert_eq!(reserved(), 0, "the pool's memory is unmapped at once");
 });
