@@ -40,6 +40,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -298,14 +299,25 @@ def sample(load: Load, seconds: float, rounds: int, round_ms: float) -> dict[str
     }
     if load.is_gpu:
         torch.cuda.synchronize()
-        free, total = torch.cuda.mem_get_info()
-        figures["device_mib"] = (total - free) / MIB
+        figures["device_mib"] = device_mib(torch)
         figures["reserved_mib"] = torch.cuda.memory_reserved() / MIB
     if load.is_ours and load.is_gpu:
         import symmalloc
 
         figures["pools"] = len(symmalloc.stats()["pools"])
     return figures
+
+
+def device_mib(torch: Any) -> float:
+    """The device memory of this process, according to the driver. If the driver lists no processes, that of all processes."""
+    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    with suppress(OSError, subprocess.SubprocessError, ValueError):
+        listed = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
+        used = [float(line.split(",")[1]) for line in listed if line.split(",")[0] == str(os.getpid())]
+        if used:
+            return sum(used)
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / MIB
 
 
 def empty_ns(load: Load) -> float:
