@@ -28,8 +28,8 @@ MIB = 1 << 20
 def main() -> int:
     captured_buffers.check_off = lambda: None
     symmalloc.install()
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     # LL and LL128 copy through NCCL's own buffers, so they never register the user's.
     os.environ["NCCL_PROTO"] = "Simple"
     dist.init_process_group("nccl")

@@ -60,7 +60,7 @@ class Communicator:
 
 
 def start(backend: str, *, binds_device: bool = True) -> tuple[int, int, Any]:
-    """Joins the job. Returns rank, number of ranks and device of this process. NCCL uses sockets if ranks share a GPU.
+    """Joins the job. Returns rank, number of ranks and device of this process. Before 2.30, NCCL uses sockets if ranks share a GPU.
 
     A group with a device creates its communicator immediately. Without `binds_device`, the first use creates it.
     """
@@ -68,7 +68,8 @@ def start(backend: str, *, binds_device: bool = True) -> tuple[int, int, Any]:
     import torch.distributed as dist
 
     rank, world, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    if int(os.environ.get("LOCAL_WORLD_SIZE", world)) > torch.cuda.device_count():
+    shares = int(os.environ.get("LOCAL_WORLD_SIZE", world)) > torch.cuda.device_count()
+    if shares and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
         os.environ |= {"NCCL_HOSTID": f"machine{rank}", "NCCL_SOCKET_IFNAME": "lo"}
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)

@@ -26,8 +26,9 @@ def main() -> None:
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     is_cuda = job.device == "cuda"
     if is_cuda and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
-        # NCCL requires a device per rank of a machine. With these settings it treats ranks as machines, and uses sockets.
-        os.environ |= {"NCCL_HOSTID": f"machine{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+        # Before 2.30, NCCL requires a device per rank of a machine. With these settings it treats ranks as machines, and uses sockets.
+        if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+            os.environ |= {"NCCL_HOSTID": f"machine{rank}", "NCCL_SOCKET_IFNAME": "lo"}
         local_rank %= torch.cuda.device_count()
     if is_cuda:
         torch.cuda.set_device(local_rank)

@@ -89,6 +89,15 @@ impl CudaDevice {
         Ok(Arc::new(CudaDevice { driver, captures: AtomicUsize::new(0), context, features }))
     }
 
+    /// Opens the device of a rank by the rank's number on this machine. With more ranks than devices, ranks share devices in turn. NCCL
+    /// rejects ranks that share a device, unless it is version 2.30 or later and `NCCL_MULTI_RANK_GPU_ENABLE=1` is set.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new). Without a device, the error is that of device 0.
+    pub fn for_local_rank(local_rank: u32) -> Result<Arc<Self>, CudaError> {
+        Self::new(local_rank as usize % Self::count()?.max(1))
+    }
+
     /// Returns the path of the libcuda of this process. If no earlier call has needed libcuda, this function opens the library and resolves
     /// every driver function that this crate uses, without calling any of them.
     ///

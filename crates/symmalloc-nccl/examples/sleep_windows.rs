@@ -64,7 +64,7 @@ fn main() -> Outcome<()> {
         Err(LaunchError::NotLaunched) => None,
         Err(error) => return Err(error.into()),
     };
-    let device = CudaDevice::new(launch.as_ref().map_or(0, |launch| launch.local_rank as usize))?;
+    let device = CudaDevice::for_local_rank(launch.as_ref().map_or(0, |launch| launch.local_rank))?;
     let context_bytes = used_bytes(&device)?;
     let mut stages = Stages::new(&device)?;
     let builder = Communicator::builder(&device).deadline(DEADLINE);

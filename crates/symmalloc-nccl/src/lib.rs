@@ -13,7 +13,7 @@
 //! use symmalloc_nccl::{Communicator, Launch, ReduceOp};
 //!
 //! let launch = Launch::from_env()?;
-//! let device = CudaDevice::new(launch.local_rank as usize)?;
+//! let device = CudaDevice::for_local_rank(launch.local_rank)?;
 //! let world = Communicator::builder(&device).connect_env()?;
 //!
 //! let allocator = CudaAllocator::new(&device, Config::default())?;

@@ -128,7 +128,7 @@ pub(crate) fn run(options: &Options) -> Result<Vec<Report>, Failure> {
     match Launch::from_env() {
         Ok(launch) if !options.threads => {
             check_ranks(launch.ranks)?;
-            let device = CudaDevice::new(launch.local_rank as usize)?;
+            let device = CudaDevice::for_local_rank(launch.local_rank)?;
             let comm = Communicator::builder(&device).name("engine").deadline(DEADLINE).connect_env()?;
             Ok(vec![rank(&comm, options, task)?])
         }
@@ -136,15 +136,12 @@ pub(crate) fn run(options: &Options) -> Result<Vec<Report>, Failure> {
         _ => {
             let ranks = options.ranks.unwrap_or(1 << devices.clamp(1, model::PARTS as u32).ilog2());
             check_ranks(ranks)?;
-            if ranks > devices {
-                return Err(format!("{ranks} ranks need a device each, but there are {devices}: pass --ranks").into());
-            }
             let id = UniqueId::new()?;
             std::thread::scope(|scope| {
                 let thread = |number| {
                     scope.spawn(move || {
                         let rank_program = || {
-                            let device = CudaDevice::new(number as usize)?;
+                            let device = CudaDevice::for_local_rank(number)?;
                             let builder = Communicator::builder(&device).name("engine").deadline(DEADLINE);
                             rank(&builder.connect(id, number, ranks)?, options, task)
                         };

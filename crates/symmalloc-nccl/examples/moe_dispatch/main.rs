@@ -120,22 +120,19 @@ pub fn run(options: &Options) -> Result<Vec<Report>, Failure> {
     let devices = CudaDevice::count()? as u32;
     match Launch::from_env() {
         Ok(launch) if !options.threads => {
-            let device = CudaDevice::new(launch.local_rank as usize)?;
+            let device = CudaDevice::for_local_rank(launch.local_rank)?;
             let comm = Communicator::builder(&device).name("experts").deadline(DEADLINE).connect_env()?;
             Ok(vec![Rank::new(comm, options)?.run(options)?])
         }
         Err(error) if error != LaunchError::NotLaunched && !options.threads => Err(error.into()),
         _ => {
             let ranks = options.ranks.unwrap_or(devices);
-            if ranks > devices {
-                return Err(format!("{ranks} ranks need a device each, but there are {devices}: pass --ranks").into());
-            }
             let id = UniqueId::new()?;
             std::thread::scope(|scope| {
                 let rank = |rank| {
                     scope.spawn(move || {
                         let rank_program = || {
-                            let device = CudaDevice::new(rank as usize)?;
+                            let device = CudaDevice::for_local_rank(rank)?;
                             let builder = Communicator::builder(&device).name("experts").deadline(DEADLINE);
                             Rank::new(builder.connect(id, rank, ranks)?, options)?.run(options)
                         };

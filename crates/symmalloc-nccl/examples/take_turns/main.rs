@@ -24,7 +24,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let (turns, weights) = (number(1, 20)?, number(2, 64)? << 20);
     let (device, world) = match Launch::from_env() {
         Ok(launch) => {
-            let device = CudaDevice::new(launch.local_rank as usize)?;
+            let device = CudaDevice::for_local_rank(launch.local_rank)?;
             let world = Communicator::builder(&device).deadline(DEADLINE).connect_env()?;
             (device, world)
         }

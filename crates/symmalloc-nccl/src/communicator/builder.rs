@@ -41,7 +41,7 @@ const BLOCKING_VARIABLE: &str = "NCCL_COMM_BLOCKING";
 /// use symmalloc_nccl::{Communicator, Launch};
 ///
 /// let launch = Launch::from_env()?; // torchrun, mpirun, mpiexec, srun
-/// let device = CudaDevice::new(launch.local_rank as usize)?;
+/// let device = CudaDevice::for_local_rank(launch.local_rank)?;
 /// let world = Communicator::builder(&device).deadline(Duration::from_secs(60)).connect_env()?;
 /// let pair = world.split(Some(world.rank() / 2), world.rank())?.expect("every rank has a color");
 /// assert_eq!(pair.name(), format!("world/1.{}", world.rank() / 2));

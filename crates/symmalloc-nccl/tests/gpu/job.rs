@@ -14,10 +14,14 @@ use symmalloc_nccl::{Capability, Communicator, CommunicatorBuilder, Nccl, Reduce
 pub(crate) const MIB: u64 = 1 << 20;
 pub(crate) const DEADLINE: Duration = Duration::from_secs(20);
 
-/// Returns the number of devices that take part. If there are fewer than two, prints the reason and returns `None`.
+/// Number of ranks, if it is not the number of devices. More ranks than devices share them in turn, which needs NCCL 2.30 or later, and
+/// `NCCL_MULTI_RANK_GPU_ENABLE=1`.
+pub(crate) const RANKS: &str = "SYMMALLOC_TEST_RANKS";
+
+/// Returns the number of ranks that take part. If there are fewer than two, prints the reason and returns `None`.
 pub(crate) fn devices() -> Option<u32> {
     let count = match CudaDevice::count() {
-        Ok(count) => count as u32,
+        Ok(count) => std::env::var(RANKS).map_or(count as u32, |ranks| ranks.parse().expect("a number of ranks")),
         Err(error) => {
             println!("skipped, no device: {error}");
             return None;
@@ -38,7 +42,7 @@ pub(crate) fn devices() -> Option<u32> {
 pub(crate) fn ranks<T: Send>(count: u32, body: impl Fn(&Rank<'_>) -> T + Sync) -> Vec<T> {
     let barrier = Barrier::new(count as usize);
     let run = |rank| {
-        let device = CudaDevice::new(rank as usize).expect("the device should be created");
+        let device = CudaDevice::for_local_rank(rank).expect("the device should be created");
         let stream = device.context().new_stream().expect("the driver should create a stream");
         body(&Rank { rank, ranks: count, device, stream, barrier: &barrier })
     };

@@ -216,7 +216,7 @@ fn ranks_revoke_and_continue_without_the_missing_one() {
 /// Runs one rank of [`ranks_revoke_and_continue_without_the_missing_one`].
 fn continue_after_a_revoke(calls: Calls, killed: bool) {
     let launch = Launch::from_env().expect("started as a rank");
-    let device = CudaDevice::new(launch.local_rank as usize).expect("the device should be created");
+    let device = CudaDevice::for_local_rank(launch.local_rank).expect("the device should be created");
     let stream = device.context().new_stream().expect("the driver should create a stream");
     let (count, last, barrier) = (launch.ranks, launch.ranks - 1, Barrier::new(1));
     let rank = &Rank { rank: launch.rank, ranks: count, device, stream, barrier: &barrier };

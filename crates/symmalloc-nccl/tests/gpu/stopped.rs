@@ -52,7 +52,7 @@ fn a_process_that_dies_ends_in_an_error_on_all_others() {
     if let Ok(in_flight) = std::env::var(CHILD) {
         let in_flight = if in_flight == "nothing" { InFlight::Nothing } else { InFlight::CollectiveOnWindows };
         let launch = Launch::from_env().expect("started as a rank");
-        let device = CudaDevice::new(launch.local_rank as usize).expect("the device should be created");
+        let device = CudaDevice::for_local_rank(launch.local_rank).expect("the device should be created");
         let stream = device.context().new_stream().expect("the driver should create a stream");
         let builder = Communicator::builder(&device).deadline(WAIT).watchdog(WatchdogMode::Abort);
         let comm = builder.connect_env().expect("the connection should succeed");

@@ -6,7 +6,7 @@
 //! rank is slow (30), and `SYMMALLOC_PAIRS` sets the number of concurrent jobs (4). The number of a job determines which rank is killed or
 //! stopped, and when, what the other ranks do with the error ([`Reaction`]), and whether anybody reads their standard error.
 
-use crate::job::{MIB, Rank, again, reserved};
+use crate::job::{MIB, RANKS, Rank, again, reserved};
 use std::io::{BufRead, BufReader, Read};
 use std::net::TcpListener;
 use std::process::{Child, ExitStatus, Stdio};
@@ -83,16 +83,17 @@ impl Job {
         let free =
             TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a port should be free");
         let devices = CudaDevice::count().expect("the driver counts the devices");
-        let (own_device, ranks) = (devices > 1, devices.max(2));
+        let ranks = setting(RANKS, devices.max(2) as u64) as usize;
+        let is_one_machine = ranks <= devices || std::env::var_os("NCCL_MULTI_RANK_GPU_ENABLE").is_some();
         let start = |rank: usize| {
             let mut command = again(test);
             command
-                .envs([("RANK", rank.to_string()), ("LOCAL_RANK", if own_device { rank } else { 0 }.to_string())])
+                .envs([("RANK", rank.to_string()), ("LOCAL_RANK", rank.to_string())])
                 .envs([("WORLD_SIZE", ranks.to_string()), ("LOCAL_WORLD_SIZE", ranks.to_string())])
                 .envs([("SYMMALLOC_RENDEZVOUS", free.to_string()), (CHILD, number.to_string())])
                 .env("NCCL_NVLS_ENABLE", "0")
                 .env("SYMMALLOC_SLOW_RANK", if slow { "1" } else { "none" });
-            if !own_device {
+            if !is_one_machine {
                 command.env("NCCL_HOSTID", format!("machine{rank}")).env("NCCL_SOCKET_IFNAME", "lo");
             }
             // The reader is dropped here.
@@ -199,7 +200,7 @@ impl Drop for Job {
 fn work(reaction: Reaction) {
     let launch = Launch::from_env().expect("started as a rank");
     let is_slow = std::env::var("SYMMALLOC_SLOW_RANK").is_ok_and(|rank| rank == launch.rank.to_string());
-    let device = CudaDevice::new(launch.local_rank as usize).expect("the device should be created");
+    let device = CudaDevice::for_local_rank(launch.local_rank).expect("the device should be created");
     let stream = device.context().new_stream().expect("the driver should create a stream");
     let comm = Communicator::builder(&device).deadline(DEADLINE).connect_env().expect("the connection should succeed");
     let barrier = Barrier::new(1);

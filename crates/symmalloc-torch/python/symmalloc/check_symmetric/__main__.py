@@ -83,9 +83,13 @@ def check(
         facts |= probe(stack)
         gpus = len(facts.get("devices", ()))
         ranks = gpus if ranks is None else ranks
-        if ranks < 2 or ranks > gpus:
+        shares = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and gpus > 0
+        if ranks < 2 or (ranks > gpus and not shares):
             needed = max(ranks, 2)
-            raise CannotRun(f"{needed} ranks need {needed} GPUs that can access each other, and PyTorch finds {gpus}")
+            raise CannotRun(
+                f"{needed} ranks need {needed} GPUs that can access each other, and PyTorch finds {gpus}; with NCCL 2.30 or later,"
+                f" NCCL_MULTI_RANK_GPU_ENABLE=1 and --ranks {needed} let ranks share a GPU"
+            )
         everything = [*([control] if control is not None else []), *cases]
         for outcome in run(everything, ranks, stack, seconds=seconds, folder=folder):
             if control is not None and not outcomes:

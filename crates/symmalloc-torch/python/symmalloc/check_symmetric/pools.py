@@ -656,7 +656,8 @@ class Gpus:
         rank.allocator = self._allocator(rank)
         if self.allocator == "symmalloc":
             _install_symmalloc()
-        torch.cuda.set_device(self._devices[rank.rank] if self._devices is not None else rank.rank)
+        devices = self._devices if self._devices is not None else range(torch.cuda.device_count())
+        torch.cuda.set_device(devices[rank.rank % len(devices)])
         rank.prepare(ELEMENTS_MAX)
         rank.allocator.connect()
 
