@@ -24,10 +24,11 @@ def assert_aligned(group: ProcessGroup | None = None, *, symmetric_only: bool = 
     symmetric_only  compare only symmetric pools instead of all pools
     device          None: the current one
 
-    Collective: every rank of the group calls it at the same point. The error names the first op that differs and what each
-    rank did. While ranks agree, the cost is one small all-gather. It uses host tensors if the group has gloo, and otherwise
-    device memory that belongs to no pool. A comparison therefore does not change any compared history, and a subset of the
-    ranks can run one. Raises `TorchError` without PyTorch or its process group, and `NotInstalled`.
+    Collective: every rank of the group calls it at the same point. For a symmetric pool, the error names the first op that
+    differs and what each rank did; for another pool, it names only the heap. While ranks agree, the cost is one small
+    all-gather. It uses host tensors if the group has gloo, and otherwise device memory that belongs to no pool. A comparison
+    therefore does not change any compared history, and a subset of the ranks can run one. Raises `TorchError` without PyTorch
+    or its process group, and `NotInstalled`.
     """
     import_torch("assert_aligned()")
     import torch.distributed as dist
