@@ -2,10 +2,9 @@
 
     python3 memory_errors.py ERROR [--native]
 
-Writes through pointers outside of tensors with `cuMemsetD32Async`, so no compiler is needed. Prints one line, as `memory_errors.rs` does.
+Kernels of PyTorch access tensors that lie outside of other tensors, or in freed memory. Prints one line, as `memory_errors.rs` does.
 """
 
-import ctypes
 import os
 import sys
 
@@ -18,23 +17,31 @@ if not native:
 
     symmalloc.install()
 
-driver = ctypes.CDLL("libcuda.so.1")
 
 
-def poke(address, words=1, stream=None):
-    """Writes words at an address, in the order of a stream."""
-    raw = (stream or torch.cuda.current_stream()).cuda_stream
-    code = driver.cuMemsetD32Async(ctypes.c_uint64(address), ctypes.c_uint(7), ctypes.c_size_t(words), ctypes.c_void_p(raw))
-    if code:
-        raise RuntimeError(f"cuMemsetD32Async returned {code}")
+class Words:
+    """Memory at an address, as floats that nobody owns."""
+
+    def __init__(self, address, words):
+        self.__cuda_array_interface__ = {"shape": (words,), "typestr": "<f4", "data": (address, False), "version": 3}
 
 
-def peek(address):
-    """Returns the float at an address."""
+def view(address, words=1):
+    """Returns a tensor at an address, which must be mapped now. Kernels access its memory later, whatever has become of it."""
+    return torch.as_tensor(Words(address, words), device="cuda")
+
+
+def poke(tensor):
+    """Writes to a tensor in a kernel."""
+    tensor.fill_(7.0)
     torch.cuda.synchronize()
-    value = ctypes.c_float()
-    code = driver.cuMemcpyDtoH_v2(ctypes.byref(value), ctypes.c_uint64(address), ctypes.c_size_t(4))
-    return f"fault {code}" if code else f"NaN {value.value}" if value.value != value.value else f"silent, the value is {value.value}"
+
+
+def peek(tensor, out):
+    """Reads the first element of a tensor in a kernel, and returns what it is."""
+    torch.add(tensor[:1], 0.0, out=out)
+    value = out.item()
+    return f"NaN {value}" if value != value else f"silent, the value is {value}"
 
 
 def check():
@@ -48,33 +55,31 @@ def check():
 def plant():
     large = 4 << 20
     first, second, third = (torch.ones(large, device="cuda") for _ in range(3))
+    out = torch.zeros(1, device="cuda")
     torch.cuda.synchronize()
     address = second.data_ptr()
-    if error == "overrun":
-        poke(first.data_ptr() + 4 * large)
-        return check()
-    if error == "overrun_page":
-        poke(first.data_ptr() + 4 * large, 1024)
+    if error in ("overrun", "overrun_page"):
+        extra = 1024 if error == "overrun_page" else 1
+        poke(view(first.data_ptr(), large + extra)[large:])
         return check()
     if error == "underrun":
-        poke(address - 4)
+        poke(view(address - 4))
         return check()
-    if error == "read_after_free":
+    if error in ("read_after_free", "write_after_free"):
+        freed = view(address, large)
         del second
-        return peek(address)
-    if error == "write_after_free":
-        del second
-        poke(address)
+        if error == "read_after_free":
+            return peek(freed, out)
+        poke(freed)
         for _ in range(16):
             torch.ones(large, device="cuda")
         return check()
     if error == "other_stream":
         other = torch.cuda.Stream()
-        out = torch.zeros(1, device="cuda")
         torch.cuda.synchronize()
         with torch.cuda.stream(other):
             torch.cuda._sleep(300_000_000)
-            out.copy_(second[:1])
+            torch.add(second[:1], 0.0, out=out)
         del second
         other.synchronize()
         value = out.item()
@@ -82,22 +87,24 @@ def plant():
     if error in ("read_after_sleep", "write_after_sleep"):
         if native:
             return "skip"
-        symmalloc.sleep()
+        with symmalloc.region("weights"):
+            sleeper = torch.ones(large, device="cuda")
+        asleep = view(sleeper.data_ptr(), large)
+        symmalloc.pause("weights")
         if error == "write_after_sleep":
-            poke(address)
-            torch.cuda.synchronize()
+            poke(asleep)
             return "silent"
-        return peek(address)
+        return peek(asleep, out)
     if error == "graph_pool":
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             inside = torch.ones(large, device="cuda") * 2
         graph.replay()
         torch.cuda.synchronize()
-        address = inside.data_ptr()
+        freed = view(inside.data_ptr(), large)
         del inside, graph
         torch.cuda.empty_cache()
-        return peek(address)
+        return peek(freed, out)
     if error in ("double_free", "inner_free"):
         raw = torch.cuda.caching_allocator_alloc(4096)
         torch.cuda.caching_allocator_delete(raw + 16 if error == "inner_free" else raw)
@@ -111,7 +118,8 @@ try:
     print(plant(), flush=True)
 except Exception as failure:  # noqa: BLE001
     text = " ".join(str(failure).split())
-    word = "found" if "overrun" in text or "written after" in text else "error"
+    found = "overrun" in text or "written after" in text
+    word = "found" if found else "fault" if "illegal memory access" in text else "error"
     print(word, text[:400], flush=True)
 
 os._exit(0)

@@ -31,7 +31,7 @@ pub struct CudaBackend {
     traits: MemoryTraits,
     images: Images,
     listener: Option<Listener>,
-    /// Reports of blocks to compute-sanitizer, if the process runs under it.
+    /// Reports of blocks to compute-sanitizer, if the process runs under it and memory comes from `cuMemAlloc`.
     reports: Option<BlockReports>,
 }
 
@@ -174,14 +174,16 @@ impl CudaBackendBuilder {
         let images = Images::new(Arc::clone(&device), images_in);
         let streams = BackendStreams::new(Arc::clone(&device));
         let comparisons = Comparisons::new(Arc::clone(&device));
-        let reports = BlockReports::of_process(&device);
+        // compute-sanitizer rejects other memory, and counts each rejection as an error of the program.
+        let is_plain = source.is_none() && (plain || !device.features().virtual_memory);
+        let reports = is_plain.then(|| BlockReports::of_process(&device)).flatten();
         let none = MemoryTraits { virtual_memory: false, posix_fd: false, fabric: false, gpu_direct_rdma: false };
         if let Some(source) = source {
             let kind = AllocationKind::Source(source);
             let memory = Box::new(DriverAllocations::new(device, kind, WHOLE_GRANULARITY_BYTES));
             return Ok(CudaBackend { memory, comparisons, streams, traits: none, images, listener, reports });
         }
-        if plain || !device.features().virtual_memory {
+        if is_plain {
             if let Some(&peer) = options.peers.first() {
                 return Err(CudaError::NoPeerAccess { ordinal: device.ordinal(), peer });
             }

@@ -87,11 +87,10 @@ unsafe extern "C" fn heap_register(_domain: *const c_void, description: *const c
         (field::<u32>(description, 8), field::<u32>(description, 12), &*field::<*const VirtualRange>(description, 24))
     };
     assert_eq!((usage, kind), (1, 1), "a suballocator of virtual memory");
-    // As compute-sanitizer 2025.3, which accepts memory of `cuMemAlloc` only.
+    // compute-sanitizer 2025.3 accepts memory of `cuMemAlloc` only, and counts a rejection as an error of the program.
     let whole = crate::model::with(|state| state.memory.allocation(range.pointer as u64));
-    if !whole.is_some_and(|(base, size, _)| (range.pointer + range.size) as u64 <= base + size) {
-        return 0;
-    }
+    let is_inside = whole.is_some_and(|(base, size, _)| (range.pointer + range.size) as u64 <= base + size);
+    assert!(is_inside, "the heap is in memory of cuMemAlloc");
     with(|reported| reported.heaps.insert(range.pointer + 1, range.size));
     range.pointer + 1
 }

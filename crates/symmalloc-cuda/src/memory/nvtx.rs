@@ -6,9 +6,9 @@
 //!       ──► slots with the tool's functions
 //!  first map ─► HeapRegister    allocate ─► RegionsRegister    free ─► RegionsUnregister    release ─► HeapUnregister
 //! ```
-//! compute-sanitizer 2025.3 accepts only heaps in memory of `cuMemAlloc`, and rejects mapped memory and memory of `cudaMallocAsync`
-//! (`SYMMALLOC_PLAIN_MEMORY`). The tool looks up the current context, so all calls are made in the device's. If the tool rejects a heap, its
-//! blocks are not registered, and the tool checks the segment as a whole.
+//! compute-sanitizer 2025.3 accepts only heaps in memory of `cuMemAlloc`, so only that memory is reported (`SYMMALLOC_PLAIN_MEMORY`). It
+//! rejects mapped memory and memory of `cudaMallocAsync`. The tool looks up the current context, so all calls are made in the device's. If
+//! the tool rejects a heap, its blocks are not registered, and the tool checks the segment as a whole.
 //!
 //! These are the parts of NVTX 3's memory extension (`nvtx3/nvToolsExtMem.h`, compatibility 0x0102) that this needs, declared here, so that
 //! building needs no header. Without the variable, nothing is loaded and no block is reported.

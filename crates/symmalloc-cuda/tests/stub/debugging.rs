@@ -197,7 +197,7 @@ stub_test!(
 );
 
 stub_test!(
-    a_heap_of_mapped_memory_is_rejected_and_has_no_blocks,
+    mapped_memory_is_not_reported,
     ["NVTX_INJECTION64_PATH" = "libcuda.so"],
     {
         let device = device();

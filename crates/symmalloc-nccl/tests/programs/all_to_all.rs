@@ -41,7 +41,7 @@ pub(crate) fn on_ranks_with<R: Send>(
     std::thread::scope(|scope| {
         let run = |rank| {
             scope.spawn(move || {
-                let device = CudaDevice::new(rank as usize).expect("a device for every rank");
+                let device = CudaDevice::for_local_rank(rank).expect("a device for every rank");
                 let builder = Communicator::builder(&device).deadline(Duration::from_secs(60));
                 let comm = options(builder).connect(id, rank, ranks).expect("the connection should succeed");
                 program(&Rank::new(comm))

@@ -36,7 +36,7 @@ pub(crate) fn on_ranks(ranks: u32, rank_0_bytes: Option<u64>, program: impl Fn(&
     std::thread::scope(|scope| {
         let run = |rank: u32| {
             scope.spawn(move || {
-                let device = CudaDevice::new(rank as usize).expect("a device for every rank");
+                let device = CudaDevice::for_local_rank(rank).expect("a device for every rank");
                 let builder = CudaBackend::builder(&device);
                 let builder = match rank_0_bytes {
                     Some(bytes) if rank == 0 => builder.descending_addresses(bytes),
