@@ -66,6 +66,30 @@ class TorchError(Error, RuntimeError):
     """PyTorch is missing, too old, without CUDA, or has used CUDA already."""
 
 
+class PeerDied(Error, ConnectionError):
+    """A process that takes turns with this one has died or left. The message names it and the phase of the turn."""
+
+
+class PeerFailed(Error, RuntimeError):
+    """A process that takes turns with this one reported an error, which ended its turn. The message names it and the error."""
+
+
+class DeadlinePassed(Error, TimeoutError):
+    """A process that takes turns with this one did not answer in time. The message names it and the phase of the turn."""
+
+
+class WrongPeer(Error, PermissionError):
+    """The process at the other end of a socket belongs to another user, another job, another rank or another device."""
+
+
+class UnequalLayouts(Error, ValueError):
+    """A parameter has different layouts in two processes. The message names the parameter."""
+
+
+class StaleImport(Error, RuntimeError):
+    """Imported memory no longer has the exported contents, because its owner released it or withdrew it."""
+
+
 class LibraryNotFound(Error, ImportError):
     """`libsymmalloc_torch.so` is missing, or its version does not match this package."""
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from . import captured_buffers
 from .allocator import Allocator, Contents, Phase, Slept, Woken
 from .communicators import Communicator, Member, check_raw, rendezvous
+from .descriptors import withdraw_exports
 from .devices import Device, device_index
 from .errors import Error, InvalidArgument, InvalidState
 from .library import RegistrarOptionsStruct, call, encoded, library, library_path
@@ -209,6 +210,7 @@ class MemPool:
         if not self._on:
             captured_buffers.check_off()
         self._check_groups()
+        withdraw_exports(self.device, self.id)
         if suspend:
             return self._allocator.sleep_and_suspend(self.id, contents)
         return self._allocator.sleep(self.id, contents)

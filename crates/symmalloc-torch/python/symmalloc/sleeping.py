@@ -25,6 +25,7 @@ from pathlib import Path
 
 from . import captured_buffers
 from .allocator import Allocator, Contents, DeviceMemory, Storage, Slept, Woken
+from .descriptors import withdraw_exports
 from .devices import Device, device_index
 from .errors import FileError, InvalidArgument, UnknownPool
 from .pool import MemPool, tagged_devices
@@ -247,6 +248,7 @@ class Tagged:
         if (known := known_pool(self.device, self.pool)) is not None:
             return known.sleep(contents)
         captured_buffers.check_off()
+        withdraw_exports(self.device, self.pool)
         return self.of.sleep(self.pool, contents)
 
     def is_registered(self) -> bool:

@@ -1,0 +1,809 @@
+"""A trainer and an inference engine that take turns on the same devices, in two processes per device.
+
+    trainer, one process per rank                          engine, one process per rank
+    turns = Trainer("/run/job", rank, ranks, memory=...)    turns = Engine("/run/job", rank, ranks, memory=...)
+    train()                                                 turns.take(load)    waits, loads the weights, wakes
+    turns.hand_over(weights)   releases all its memory      generate()
+    turns.take()               waits, and wakes             turns.hand_over()   releases all its memory
+
+The engine reads the trainer's weights where they are: `load` gets tensors in the trainer's memory, which a socket has handed over by
+file descriptors (`SCM_RIGHTS`). It copies what it needs on the device. An engine with equal layouts needs no copy: it uses the tensors
+as its parameters until it hands over (`take(keep=True)` and `adopt`). No call needs `ptrace`, `pidfd_getfd` or CUDA's IPC handles.
+
+Rank R of the trainer pairs with rank R of the engine, on one device. Every call has a deadline. If any of the processes dies, all
+others raise `PeerDied` in their current or next call, which names the process and the phase of its turn; `on_death` also reaches
+processes that are blocked elsewhere, such as in a collective. A failed object stays failed: end the process, which returns its memory.
+
+See docs/colocate.md in the repository.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .allocator import Contents, Phase
+from .descriptors import CudaDescriptors, Descriptors, StatePage, forget_export, note_export
+from .devices import device_index
+from .errors import (
+    DeadlinePassed,
+    Error,
+    InvalidArgument,
+    InvalidState,
+    PeerDied,
+    PeerFailed,
+    StaleImport,
+    UnequalLayouts,
+    UnknownPointer,
+    WrongPeer,
+)
+from .pool import MemPool
+from .scopes import use_mem_pool
+from .sleeping import sleep, wake
+from .state import allocator, installed
+from .turn_peers import (
+    DESCRIPTORS,
+    ENGINE,
+    HUB,
+    NAMING_SECONDS,
+    TRAINER,
+    Channel,
+    Deadline,
+    Listener,
+    Member,
+    Membership,
+    check_user,
+    open_folder,
+    socket_path,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+DEADLINE_SECONDS = 60.0
+TURN_SECONDS = 3600.0
+BUCKET_BYTES = 1 << 30
+
+Range = tuple[int, int]
+"""Contiguous chunks of the trainer: the address of the first byte, and the size in bytes."""
+
+
+class Part(enum.Enum):
+    """A part of a process's memory, which is released and restored as a whole."""
+
+    WEIGHTS = "weights"
+    """The trainer's: released after the engine has loaded them. The engine's: restored before it loads them."""
+    REST = "rest"
+    """All else, such as the optimizer's state or the KV cache. No process has it while the other one has its own."""
+
+
+class Memory(Protocol):
+    """Releases and restores a process's memory."""
+
+    def sleep(self, part: Part) -> None: ...
+    def wake(self, part: Part) -> None: ...
+
+
+class Pools:
+    """The memory of pools with tags, see `symmalloc.sleep`.
+
+    weights, rest   the tags of each part. Every tag needs a pool before the first turn
+    keep            tags whose contents are kept on the host; None: as the regions say, and all contents of other pools
+    device          None: the current one
+    """
+
+    def __init__(
+        self, weights: Iterable[str] = (), rest: Iterable[str] = (), *, keep: Iterable[str] | None = None, device: int | None = None
+    ) -> None:
+        self._tags = {Part.WEIGHTS: _tags(weights), Part.REST: _tags(rest)}
+        self._keep, self._device = None if keep is None else _tags(keep), device
+
+    def sleep(self, part: Part) -> None:
+        """Puts the pools of a part to sleep, and releases free memory of all other pools."""
+        if tags := self._tags[part]:
+            sleep(tags, keep=None if self._keep is None else [tag for tag in tags if tag in self._keep], device=self._device)
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        else:
+            allocator(device_index(self._device)).trim()
+
+    def wake(self, part: Part) -> None:
+        """Wakes the pools of a part."""
+        if tags := self._tags[part]:
+            wake(tags, device=self._device)
+
+
+class Unmanaged:
+    """Memory that the program releases and restores by itself, around the calls."""
+
+    def sleep(self, part: Part) -> None:
+        """Does nothing."""
+
+    def wake(self, part: Part) -> None:
+        """Does nothing."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The position and the type of a tensor in the memory that the trainer shares."""
+
+    range: int
+    """The number of the range."""
+    offset_bytes: int
+    size_bytes: int
+    """The bytes from the first to the last element."""
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)} with strides {list(self.stride)}"
+
+
+class Weights(Mapping[str, Any]):
+    """Tensors in the trainer's memory, by name. They are read-only for the device unless the engine asked for `is_writable`.
+
+    Valid in the call of `load`, or with `keep=True` until the engine hands over. Afterwards, and if the trainer puts the memory to
+    sleep meanwhile, access raises `StaleImport`. A kernel that uses a tensor after that reads undefined contents or faults.
+    """
+
+    def __init__(self, layouts: dict[str, Layout], addresses: list[int], page: StatePage, view: Callable[[Layout, int], Any]) -> None:
+        self.layouts = layouts
+        """The layout of each tensor."""
+        self._addresses, self._page, self._view, self._is_mapped = addresses, page, view, True
+        self._tensors: dict[str, Any] = {}
+
+    def check(self) -> None:
+        """Raises `StaleImport` if the trainer's memory has changed, or is no longer mapped here."""
+        if not self._is_mapped:
+            raise StaleImport("the weights are no longer mapped: take them in the next turn")
+        if not self._page.is_live:
+            raise StaleImport("the trainer has released the memory of the weights: take them in the next turn")
+
+    def address(self, name: str) -> int:
+        """Returns the address of a tensor in this process. Raises `StaleImport`."""
+        self.check()
+        layout = self.layouts[name]
+        return self._addresses[layout.range] + layout.offset_bytes
+
+    def __getitem__(self, name: str) -> Any:
+        address = self.address(name)
+        if (tensor := self._tensors.get(name)) is None:
+            tensor = self._tensors[name] = self._view(self.layouts[name], address)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layouts)
+
+    def __len__(self) -> int:
+        return len(self.layouts)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(layout.size_bytes for layout in self.layouts.values())
+
+
+@dataclass(frozen=True)
+class Update:
+    """The result of a hand-over with weights."""
+
+    size_bytes: int = 0
+    update_seconds: float = 0.0
+    """From the end of the trainer's release to the end of the engine's load, including the time to gather weights."""
+    load_seconds: float = 0.0
+    """The part of it in which the weights were handed over and loaded."""
+
+
+class _Side:
+    """What trainer and engine have in common."""
+
+    role, first_phase = "", ""
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        rank: int,
+        ranks: int,
+        *,
+        memory: Memory,
+        device: int | None = None,
+        deadline_seconds: float = DEADLINE_SECONDS,
+        on_death: Callable[[Error], None] | None = None,
+        on_phase: Callable[[str], None] | None = None,
+        descriptors: Descriptors | None = None,
+    ) -> None:
+        if not 0 <= rank < ranks:
+            raise InvalidArgument(f"rank {rank} is not one of {ranks} ranks of this machine: number them from 0")
+        self.rank, self.ranks, self._memory, self._deadline_seconds = rank, ranks, memory, deadline_seconds
+        self._device = device_index(device) if descriptors is None else device or 0
+        self._descriptors: Descriptors = CudaDescriptors(self._device) if descriptors is None else descriptors
+        self._me = Member(self.role, rank, os.getpid())
+        self._on_phase, self._error, self._is_closed = on_phase, None, False
+        deadline, path = Deadline(deadline_seconds), open_folder(folder)
+        self._membership = Membership(path, self._me, ranks, deadline, on_death)
+        try:
+            self._membership.wait_for_all(deadline)
+            self._channel = self._connect(socket_path(path, f"{HUB}.{rank}"), deadline)
+            self._enter(self.first_phase)
+        except BaseException:
+            self._membership.close()
+            raise
+
+    def _connect(self, path: str, deadline: Deadline) -> Channel:
+        raise NotImplementedError
+
+    def _greet(self, channel: Channel, deadline: Deadline, peer: Member) -> None:
+        """Exchanges identities. Raises `WrongPeer`."""
+        channel.send("hello", deadline, role=self.role, rank=self.rank, ranks=self.ranks, pid=self._me.pid, device=self._descriptors.identity)
+        said, _ = channel.receive(deadline, "hello", doing="introduce itself")
+        theirs = (said.get("role"), said.get("rank"), said.get("ranks"))
+        if theirs != (peer.role, peer.rank, self.ranks):
+            raise WrongPeer(f"expected {peer} of {self.ranks}, found {theirs[0]} {theirs[1]} of {theirs[2]}: use one folder per job and machine")
+        if said.get("device") != self._descriptors.identity:
+            raise WrongPeer(
+                f"{peer} uses the device {said.get('device')}, this process {self._descriptors.identity}: "
+                "give equal ranks of trainer and engine the same device"
+            )
+        channel.peer = Member(peer.role, peer.rank, int(said.get("pid") or 0))
+
+    def _enter(self, phase: str) -> None:
+        self._membership.enter(phase)
+        if self._on_phase is not None:
+            self._on_phase(phase)
+
+    @property
+    def phase(self) -> str:
+        """The phase of this process's turn."""
+        return self._membership.phase
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """A call that tells the others if it fails. The object then stays failed."""
+        if self._is_closed:
+            raise InvalidState("the turns have ended: close() was called")
+        if self._error is not None:
+            raise self._error
+        try:
+            self._membership.watch.check()
+            yield
+        except BaseException as error:
+            self._error = error if isinstance(error, Error) else PeerFailed(f"an earlier call failed: {type(error).__name__}: {error}")
+            with suppress(Error):
+                self._abandon()
+            if not isinstance(error, (PeerDied, PeerFailed)):
+                self._membership.fail(error)
+            raise
+
+    def check(self) -> None:
+        """Raises `PeerDied` or `PeerFailed` if one of the processes has ended. Takes no time."""
+        self._membership.watch.check()
+
+    def _abandon(self) -> None:
+        """Releases what belongs to a turn."""
+
+    def close(self) -> None:
+        """Leaves the turns. Others that wait for this process raise `PeerDied`. Further calls have no effect."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with suppress(Error):
+            self._abandon()
+        self._channel.close()
+        self._membership.close()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        """Leaves. An error within the `with` block that follows from another process's death is raised as `PeerDied`."""
+        try:
+            if isinstance(error, Exception) and self._error is None and not self._is_closed:
+                self._membership.watch.wait(NAMING_SECONDS)
+                self._membership.fail(error)
+        except (PeerDied, PeerFailed) as why:
+            raise why from error
+        finally:
+            self.close()
+
+
+class Trainer(_Side):
+    """The trainer's side of one rank. It has the first turn.
+
+    folder            for the sockets, on this machine, with a path of at most 90 bytes; created if missing. Only this user may be able to
+                      write to it. Mount it into both containers if trainer and engine run in two
+    rank, ranks       this pair's number, and the number of pairs on this machine
+    memory            what this process releases and restores, such as `Pools`
+    device            the device's number; None: the current one
+    deadline_seconds  the time limit for the other processes to start, and for each call except the wait for a turn
+    on_death          called in a thread when a process has died or failed, such as `end_process()`
+    on_phase          called in each phase of a turn
+
+    Waits until all processes of the machine have joined. Raises `DeadlinePassed`, which names the missing ones, `WrongPeer`, and
+    `InvalidState` if another job uses the folder.
+    """
+
+    role, first_phase = TRAINER, "train"
+
+    def _connect(self, path: str, deadline: Deadline) -> Channel:
+        peer = Member(ENGINE, self.rank)
+        listener = Listener(Path(path).parent, Path(path).name)
+        try:
+            of = _accept(listener, deadline, peer, self._membership)
+        finally:
+            listener.close()
+        channel = Channel(of, self._membership.watch, peer)
+        try:
+            check_user(of, path)
+            self._greet(channel, deadline, peer)
+        except BaseException:
+            channel.close()
+            raise
+        self._page: StatePage | None = None
+        self._sent: dict[int, list[tuple[str, Layout]]] = {}
+        self._has_slept = False
+        return channel
+
+    def hand_over(
+        self, weights: Mapping[str, Any] | Iterable[Mapping[str, Any]] = (), *, deadline_seconds: float | None = None
+    ) -> Update:
+        """Releases this process's memory, gives the engine the weights, and returns when the engine is awake.
+
+        weights           tensors by name, in memory of symmalloc; or an iterable of such groups, such as `Gathering.buckets`. The next
+                          group is requested when the engine has loaded the one before it
+
+        First releases `Part.REST`. If the engine keeps the weights, `Part.WEIGHTS` stays until it hands over; otherwise it is
+        released as soon as they are loaded. Until `take` returns, no work of this process may use the memory. Raises `PeerDied`,
+        `PeerFailed`, `DeadlinePassed`, `InvalidArgument` for a tensor that cannot be shared, and as the memory's `sleep` does.
+        """
+        with self._call():
+            deadline = Deadline(deadline_seconds or self._deadline_seconds)
+            self._enter("release")
+            self._descriptors.synchronize()
+            self._memory.sleep(Part.REST)
+            self._enter("update")
+            begun = time.perf_counter()
+            update = self._send_weights(weights, begun, deadline)
+            self._channel.send("end", deadline)
+            complete, _ = self._channel.receive(deadline, "complete", doing="load the weights")
+            self._has_slept = not complete["keeps"]
+            if self._has_slept:
+                self._enter("sleep")
+                self._withdraw()
+                self._memory.sleep(Part.WEIGHTS)
+            self._channel.send("released", deadline)
+            self._channel.receive(deadline, "awake", doing="wake")
+            self._enter("wait")
+            return update
+
+    def take(self, *, deadline_seconds: float = TURN_SECONDS) -> None:
+        """Waits for the turn, and restores this process's memory. The deadline includes the engine's work.
+
+        Raises `PeerDied`, `PeerFailed`, `DeadlinePassed`, and as the memory's `wake` does.
+        """
+        with self._call():
+            deadline = Deadline(deadline_seconds)
+            self._channel.receive(deadline, "returned", doing="hand over")
+            self._enter("wake")
+            self._withdraw()
+            if self._has_slept:
+                self._memory.wake(Part.WEIGHTS)
+            self._memory.wake(Part.REST)
+            self._channel.send("awake", deadline)
+            self._enter("train")
+
+    def _send_weights(self, weights: Mapping[str, Any] | Iterable[Mapping[str, Any]], begun: float, deadline: Deadline) -> Update:
+        size_bytes, load_seconds, number = 0, 0.0, 0
+        self._page = page = StatePage.create()
+        ranges: list[Range] = []
+        groups: Iterable[Mapping[str, Any]] = [weights] if isinstance(weights, Mapping) else weights
+        for group in groups:
+            self._descriptors.synchronize()  # the engine does not see this process's streams
+            start = time.perf_counter()
+            message, descriptors = self._offer(number, group, ranges, page)
+            self._send_with(message, descriptors, deadline)
+            loaded, _ = self._channel.receive(deadline, "loaded", doing="load the weights")
+            load_seconds += time.perf_counter() - start
+            size_bytes += loaded["size_bytes"]
+            number += 1
+        return Update(size_bytes, time.perf_counter() - begun, load_seconds)
+
+    def _offer(self, number: int, group: Mapping[str, Any], ranges: list[Range], page: StatePage) -> tuple[dict[str, Any], list[int]]:
+        """Returns the message and the descriptors for a group. Appends ranges that the engine does not have yet."""
+        spans = {name: _span(name, tensor) for name, tensor in group.items()}
+        chunks = sorted({chunk for address, size in spans.values() if size for chunk in self._descriptors.chunks(address, size)})
+        runs: list[list[Range]] = []
+        for chunk in chunks:
+            if runs and runs[-1][-1][0] + runs[-1][-1][1] == chunk[0]:
+                runs[-1].append(chunk)
+            else:
+                runs.append([chunk])
+        fresh, descriptors = [], [] if ranges else [os.dup(page.fileno())]
+        try:
+            for run in runs:
+                whole = (run[0][0], run[-1][0] + run[-1][1] - run[0][0])
+                if any(first <= whole[0] and whole[0] + whole[1] <= first + size for first, size in ranges):
+                    continue
+                ranges.append(whole)
+                fresh.append([[whole[0], whole[1]], [size for _, size in run]])
+                for chunk in run:
+                    descriptors.append(self._descriptors.export(chunk))
+            layouts = [(name, _layout(tensor, spans[name], ranges)) for name, tensor in group.items()]
+            for name in group if installed() else ():
+                with suppress(UnknownPointer):
+                    note_export(self._device, allocator(self._device).placement_of(spans[name][0]).pool, page)
+        except BaseException:
+            for one in descriptors:
+                os.close(one)
+            raise
+        message: dict[str, Any] = {"number": number, "fresh": fresh}
+        if self._sent.get(number) != layouts:
+            self._sent[number] = layouts
+            message["layouts"] = [[name, *vars(layout).values()] for name, layout in layouts]
+        return message, descriptors
+
+    def _send_with(self, message: dict[str, Any], descriptors: list[int], deadline: Deadline) -> None:
+        """Sends the weights' message, and its descriptors in batches. Closes them."""
+        try:
+            batches = [descriptors[at : at + DESCRIPTORS] for at in range(0, len(descriptors), DESCRIPTORS)]
+            self._channel.send("weights", deadline, batches[0] if batches else [], count=len(descriptors), **message)
+            for batch in batches[1:]:
+                self._channel.send("more", deadline, batch)
+        finally:
+            for one in descriptors:
+                os.close(one)
+
+    def _withdraw(self) -> None:
+        if (page := self._page) is not None:
+            self._page = None
+            page.withdraw()
+            forget_export(page)
+            page.close()
+
+    def _abandon(self) -> None:
+        self._withdraw()
+
+
+class Engine(_Side):
+    """The engine's side of one rank. It has the second turn, and sleeps when it joins: release its memory before.
+
+    The arguments are those of `Trainer`, and:
+
+    is_writable   map the trainer's weights for writing, too
+    view          a function that creates the tensor of a layout at an address; None: PyTorch's
+    """
+
+    role, first_phase = ENGINE, "wait"
+
+    def __init__(self, *arguments: Any, is_writable: bool = False, view: Callable[[Layout, int], Any] | None = None, **options: Any) -> None:
+        self._is_writable, self._view = is_writable, view
+        # The addresses that are reserved for the trainer's ranges. They stay reserved, so a range has the same address in every turn.
+        self._reserved: dict[Range, int] = {}
+        self._mapped: dict[Range, list[tuple[int, int]]] = {}
+        self._ranges: list[Range] = []
+        self._layouts: dict[int, dict[str, Layout]] = {}
+        self._taken: list[Weights] = []
+        self._views: dict[tuple[int, Layout], Any] = {}
+        self._page: StatePage | None = None
+        super().__init__(*arguments, **options)
+
+    def _connect(self, path: str, deadline: Deadline) -> Channel:
+        peer = Member(TRAINER, self.rank)
+        channel = Channel.connect(path, self._membership.watch, peer, deadline)
+        try:
+            self._greet(channel, deadline, peer)
+        except BaseException:
+            channel.close()
+            raise
+        return channel
+
+    def take(
+        self, load: Callable[[Weights], object] | None = None, *, keep: bool = False, deadline_seconds: float = TURN_SECONDS
+    ) -> Weights | None:
+        """Waits for the turn, loads the weights, and restores this process's memory. The deadline includes the trainer's work.
+
+        load   called for each group of weights after `Part.WEIGHTS` was restored. It copies them, and may not keep the tensors
+        keep   leave the weights mapped until `hand_over`, and return them: for an engine that uses the trainer's tensors as its own.
+               The trainer then keeps their memory. Its weights must be one group
+
+        `Part.REST` is restored after the trainer has released its memory. Once the trainer has begun to hand over, each of its
+        answers has this object's deadline. Raises `PeerDied`, `PeerFailed`, `DeadlinePassed`,
+        `UnequalLayouts` (from `adopt` and `copy_into`), and as the memory's `wake` does.
+        """
+        with self._call():
+            deadline, is_first, taken = Deadline(deadline_seconds), True, None
+            self._unmap()
+            while True:
+                message, descriptors = self._channel.receive(deadline, "weights", "end", doing="hand over")
+                if is_first:
+                    deadline = Deadline(self._deadline_seconds)
+                    self._enter("update")
+                    try:
+                        self._memory.wake(Part.WEIGHTS)
+                    except BaseException:
+                        _close_all(descriptors)
+                        raise
+                    is_first = False
+                if message["kind"] == "end":
+                    break
+                if keep and taken is not None:
+                    _close_all(descriptors)
+                    raise InvalidState("the trainer gave several groups of weights, of which keep=True needs one: give it a single mapping")
+                taken = self._open(message, descriptors, deadline)
+                if load is not None:
+                    load(taken)
+                self._descriptors.synchronize()
+                self._channel.send("loaded", deadline, size_bytes=taken.size_bytes)
+                deadline = Deadline(self._deadline_seconds)
+            if not keep:
+                self._unmap()
+            self._channel.send("complete", deadline, keeps=keep)
+            self._channel.receive(deadline, "released", doing="release its memory")
+            self._enter("wake")
+            self._memory.wake(Part.REST)
+            self._channel.send("awake", deadline)
+            self._enter("generate")
+            return taken if keep else None
+
+    def hand_over(self, *, deadline_seconds: float | None = None) -> None:
+        """Releases this process's memory, and returns when the trainer is awake.
+
+        Raises `PeerDied`, `PeerFailed`, `DeadlinePassed`, and as the memory's `sleep` does.
+        """
+        with self._call():
+            deadline = Deadline(deadline_seconds or self._deadline_seconds)
+            self._enter("sleep")
+            self._descriptors.synchronize()
+            self._memory.sleep(Part.REST)
+            self._memory.sleep(Part.WEIGHTS)
+            self._unmap()
+            self._channel.send("returned", deadline)
+            self._channel.receive(deadline, "awake", doing="wake")
+            self._enter("wait")
+
+    def _open(self, message: dict[str, Any], descriptors: list[int], deadline: Deadline) -> Weights:
+        """Maps what is new in a message of weights, and returns the weights. Closes the descriptors."""
+        try:
+            while len(descriptors) < message["count"]:
+                descriptors += self._channel.receive(deadline, "more")[1]
+            waiting = iter(descriptors)
+            if self._page is None:
+                self._page = StatePage(os.dup(next(waiting)), is_owner=False)
+            for whole, sizes in message["fresh"]:
+                self._map((int(whole[0]), int(whole[1])), [int(size) for size in sizes], waiting)
+        except (StopIteration, KeyError, TypeError, ValueError) as why:
+            raise WrongPeer(f"{self._channel.peer} sent an invalid description of its weights") from why
+        finally:
+            _close_all(descriptors)
+        if "layouts" in message:
+            self._layouts[message["number"]] = {
+                name: Layout(of, offset, size, dtype, tuple(shape), tuple(stride)) for name, of, offset, size, dtype, shape, stride in message["layouts"]
+            }
+        addresses = [self._reserved[one] for one in self._ranges]
+        weights = Weights(self._layouts[message["number"]], addresses, self._page, self._tensor)
+        self._taken.append(weights)
+        return weights
+
+    def _map(self, whole: Range, sizes: list[int], descriptors: Iterator[int]) -> None:
+        if sum(sizes) != whole[1] or any(size <= 0 for size in sizes):
+            raise ValueError("the chunks do not fill the range")
+        if (base := self._reserved.get(whole)) is None:
+            base = self._reserved[whole] = self._descriptors.reserve(whole[1])
+        at, parts = base, self._mapped.setdefault(whole, [])
+        for size in sizes:
+            self._descriptors.map(at, size, next(descriptors))
+            parts.append((at, size))
+            at += size
+        self._descriptors.allow(base, whole[1], is_writable=self._is_writable)
+        self._ranges.append(whole)
+
+    def _unmap(self) -> None:
+        """Unmaps the trainer's memory. The addresses stay reserved."""
+        for weights in self._taken:
+            weights._is_mapped = False
+        self._taken.clear()
+        if self._mapped:
+            self._descriptors.synchronize()
+        for whole in list(self._mapped):
+            parts = self._mapped[whole]
+            while parts:
+                self._descriptors.unmap(*parts[-1])
+                parts.pop()
+            del self._mapped[whole]
+        self._ranges.clear()
+        if self._page is not None:
+            self._page.close()
+            self._page = None
+
+    def _tensor(self, layout: Layout, address: int) -> Any:
+        """Returns the tensor of a layout. Equal layouts at equal addresses are one object in all turns."""
+        key = (address, layout)
+        if (found := self._views.get(key)) is None:
+            view = self._view or _torch_view(self._device)
+            found = self._views[key] = view(layout, address)
+        return found
+
+    def _abandon(self) -> None:
+        self._unmap()
+
+
+class Gathering:
+    """Gathers sharded parameters in groups, in memory that exists only during an update.
+
+    bucket_bytes   the size of a group, of which one exists at a time. A larger parameter is a group by itself
+
+    Parameters of FSDP2 (`DTensor`) are gathered on all ranks of their mesh. Others are given to the engine where they are.
+    """
+
+    def __init__(self, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.bucket_bytes = bucket_bytes
+        self._pool: MemPool | None = None
+
+    def buckets(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+        """Returns the groups, for `Trainer.hand_over`. All ranks give the same parameters in the same order."""
+        bucket: dict[str, torch.Tensor] = {}
+        size_bytes = 0
+        try:
+            for name, parameter in named:
+                more = parameter.numel() * parameter.element_size()
+                if bucket and size_bytes + more > self.bucket_bytes:
+                    yield bucket
+                    bucket.clear()  # frees the memory, which the next group reuses
+                    size_bytes = 0
+                bucket[name] = self._whole(parameter.detach())
+                size_bytes += more
+            if bucket:
+                yield bucket
+        finally:
+            bucket.clear()
+            if self._pool is not None and self._pool.phase is Phase.AWAKE:
+                self._pool.sleep(Contents.DROP)
+
+    def _whole(self, parameter: Any) -> Any:
+        if not hasattr(parameter, "full_tensor"):
+            return parameter
+        if parameter.device_mesh.size() == 1:
+            return parameter.to_local()
+        with self._scope(parameter):
+            return parameter.full_tensor()
+
+    def _scope(self, parameter: Any) -> Any:
+        if not parameter.is_cuda:
+            return nullcontext()
+        if self._pool is None:
+            self._pool = MemPool(symmetric=False, reserve=self.bucket_bytes, device=device_index(parameter.device))
+        elif self._pool.phase is not Phase.AWAKE:
+            self._pool.wake()
+        return use_mem_pool(self._pool)
+
+
+def adopt(parameters: Iterable[tuple[str, torch.Tensor]], weights: Weights) -> int:
+    """Makes the trainer's tensors the parameters of an engine, without a copy. Returns how many have a new address.
+
+    parameters   `module.named_parameters()`, of which each needs a tensor with its name, type, shape and strides
+
+    Captured graphs stay valid if the result is 0, which holds from the second turn on while the trainer's memory stays where it is.
+    Raises `UnequalLayouts`, which names the first parameter that differs. No parameter has changed then.
+    """
+    found = list(parameters)
+    for name, parameter in found:
+        layout, own = _layout_of(name, weights), _layout(parameter, _span(name, parameter), None)
+        if (layout.dtype, layout.shape, layout.stride) != (own.dtype, own.shape, own.stride):
+            raise UnequalLayouts(f"{name} is {own} in the engine and {layout} in the trainer: copy it (`copy_into`), or use one layout")
+    moved = [(name, parameter) for name, parameter in found if parameter.data_ptr() != weights.address(name)]
+    for name, parameter in moved:
+        parameter.data = weights[name]
+    return len(moved)
+
+
+def copy_into(parameters: Iterable[tuple[str, torch.Tensor]], weights: Weights) -> None:
+    """Copies weights into an engine's parameters of the same names and shapes, on the device. Types and strides may differ.
+
+    Raises `UnequalLayouts`, which names the first parameter that differs, before it copies.
+    """
+    import torch
+
+    to, of = [], []
+    for name, parameter in parameters:
+        layout = _layout_of(name, weights)
+        if layout.shape != tuple(parameter.shape):
+            raise UnequalLayouts(f"{name} has the shape {list(parameter.shape)} in the engine and {list(layout.shape)} in the trainer")
+        to.append(parameter)
+        of.append(weights[name])
+    with torch.no_grad():
+        torch._foreach_copy_(to, of)
+
+
+def end_process(seconds: float = 5.0, status: int = 1) -> Callable[[Error], None]:
+    """Returns an `on_death` that prints the error, and ends this process if it has not ended by itself after some seconds.
+
+    A process may be blocked in a collective that a dead rank does not join. Its memory returns to the device only when it ends.
+    """
+
+    def end(error: Error) -> None:
+        sys.stderr.write(f"symmalloc: {error}; this process ends within {seconds:g} s\n")
+        sys.stderr.flush()
+
+        def later() -> None:
+            time.sleep(seconds)
+            os._exit(status)
+
+        threading.Thread(target=later, name="symmalloc-turns-end", daemon=True).start()
+
+    return end
+
+
+def _layout_of(name: str, weights: Weights) -> Layout:
+    if (layout := weights.layouts.get(name)) is None:
+        raise UnequalLayouts(f"the trainer has no parameter {name}")
+    return layout
+
+
+def _tags(tags: Iterable[str]) -> list[str]:
+    return [tags] if isinstance(tags, str) else list(tags)
+
+
+def _span(name: str, tensor: Any) -> tuple[int, int]:
+    """Returns the address and the size of a tensor's elements. Raises `InvalidArgument` for one that is sharded."""
+    if hasattr(tensor, "full_tensor"):
+        raise InvalidArgument(f"{name} is sharded: gather it with Gathering.buckets()")
+    if math.prod(tensor.shape) == 0:
+        return tensor.data_ptr(), 0
+    last = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), (last + 1) * tensor.element_size()
+
+
+def _layout(tensor: Any, span: tuple[int, int], ranges: list[Range] | None) -> Layout:
+    address, size = span
+    of, offset = 0, 0
+    if ranges and size:
+        of = next(at for at, (first, length) in enumerate(ranges) if first <= address and address + size <= first + length)
+        offset = address - ranges[of][0]
+    return Layout(of, offset, size, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tuple(tensor.stride()))
+
+
+def _torch_view(device: int) -> Callable[[Layout, int], Any]:
+    """Returns a function that creates PyTorch's tensors at addresses of a device."""
+    import torch
+
+    def view(layout: Layout, address: int) -> Any:
+        dtype = getattr(torch, layout.dtype)
+        if layout.size_bytes == 0:
+            return torch.empty(layout.shape, dtype=dtype, device=f"cuda:{device}")
+        return torch.as_tensor(_Bytes(address, layout.size_bytes), device=f"cuda:{device}").view(dtype).as_strided(layout.shape, layout.stride)
+
+    return view
+
+
+class _Bytes:
+    """Device memory as bytes, for `torch.as_tensor`."""
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (size_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+def _close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        with suppress(OSError):
+            os.close(descriptors.pop())
+
+
+def _accept(listener: Listener, deadline: Deadline, peer: Member, membership: Membership) -> Any:
+    """Returns the first connection of a listener. Raises `DeadlinePassed`."""
+    listener.socket.settimeout(0.02)
+    while True:
+        try:
+            return listener.socket.accept()[0]
+        except TimeoutError:
+            membership.watch.check()
+            if deadline.left() == 0:
+                raise DeadlinePassed(f"{peer} did not connect within {deadline.seconds} s") from None

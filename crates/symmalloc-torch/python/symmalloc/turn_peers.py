@@ -1,0 +1,492 @@
+"""The processes that take turns on a machine: their sockets, and the notice that one of them has died. For `symmalloc.colocate`.
+
+    folder/turns     the hub: a thread in trainer 0. Every process connects, and reports its phase
+    folder/turns.R   trainer R listens, and engine R connects. Messages and descriptors of their turns
+
+    engine 1 is killed ──► the kernel closes its sockets ──► the hub tells all others: "engine 1 (pid 7) died while it generated"
+
+All sockets have paths, because an abstract name is visible only in its network namespace. The kernel reports the user of the other
+end (`SO_PEERCRED`); a process of another user is rejected. A message is a JSON object with descriptors (`SCM_RIGHTS`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import select
+import selectors
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import DeadlinePassed, Error, InvalidArgument, InvalidState, PeerDied, PeerFailed, WrongPeer
+from .private_folder import PrivateFolder, Untrusted
+
+PROTOCOL = 1
+HUB = "turns"
+TRAINER, ENGINE = "trainer", "engine"
+PATH_BYTES = 107
+"""The longest path of a socket."""
+MESSAGE_BYTES = 64 << 20
+DESCRIPTORS = 64
+"""The most descriptors of one message. The kernel allows 253."""
+HEADER = struct.Struct("!III")
+"""The protocol, the size of the body, and the number of descriptors."""
+NAMING_SECONDS = 1.0
+"""How long a closed connection waits for the hub to name the phase."""
+
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """Closes the sockets in a forked child, which would otherwise keep them open after this process has died."""
+    for one in list(_sockets):
+        one.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+@dataclass(frozen=True, order=True)
+class Member:
+    """A process that takes turns."""
+
+    role: str
+    rank: int
+    pid: int = field(default=0, compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.rank} (pid {self.pid})" if self.pid else f"{self.role} {self.rank}"
+
+
+class Deadline:
+    """The end of a call."""
+
+    def __init__(self, seconds: float) -> None:
+        if not seconds > 0:
+            raise InvalidArgument(f"deadline_seconds is {seconds}: give a number above 0")
+        self.seconds = seconds
+        self._until = time.monotonic() + seconds
+
+    def left(self) -> float:
+        return max(0.0, self._until - time.monotonic())
+
+
+def socket_path(folder: Path, name: str) -> str:
+    """Returns the path of a socket. Raises `InvalidArgument` if the system does not support its length."""
+    path = str(folder / name)
+    if len(os.fsencode(path)) > PATH_BYTES:
+        raise InvalidArgument(f"{path} is longer than {PATH_BYTES} bytes, the limit for sockets: use a shorter folder, such as /run/JOB")
+    return path
+
+
+def open_folder(folder: str | os.PathLike[str]) -> Path:
+    """Creates the folder of the sockets if it is missing. Raises `InvalidState` if another user can write to it."""
+    path = Path(os.path.abspath(folder))
+    try:
+        with PrivateFolder.open(path):
+            return path
+    except (Untrusted, OSError) as why:
+        raise InvalidState(f"{path} cannot hold the sockets of turns: {why}") from why
+
+
+class Listener:
+    """A socket with a path, which this process alone holds: a lock that ends with the process."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.path = socket_path(folder, name)
+        self._lock = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as why:
+            os.close(self._lock)
+            raise InvalidState(f"another process listens at {self.path}: use a separate folder for each job on a machine") from why
+        with suppress(FileNotFoundError):  # left by a process that was killed
+            os.unlink(self.path)
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        _sockets.add(self.socket)
+        self.socket.bind(self.path)
+        os.chmod(self.path, 0o600)
+        self.socket.listen(64)
+
+    def close(self) -> None:
+        self.socket.close()
+        with suppress(OSError):
+            os.unlink(self.path)
+            os.unlink(f"{self.path}.lock")
+        with suppress(OSError):
+            os.close(self._lock)
+
+
+def user_of(of: socket.socket) -> tuple[int, int]:
+    """Returns the process and the user at the other end, from the kernel. The process is 0 in a sibling container."""
+    pid, user, _ = struct.unpack("3i", of.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, user
+
+
+def check_user(of: socket.socket, path: str) -> int:
+    """Returns the process at the other end. Raises `WrongPeer` if another user started it."""
+    pid, user = user_of(of)
+    if user != os.geteuid():
+        raise WrongPeer(f"process {pid} at {path} belongs to user {user}, this one to user {os.geteuid()}: run both as one user")
+    return pid
+
+
+class Watch:
+    """What the hub has told this process about the others. Blocked calls wait for its notice, too."""
+
+    def __init__(self) -> None:
+        self.reader, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._error: Error | None = None
+        self._lock = threading.Lock()
+        self._has_error = threading.Event()
+
+    def set(self, error: Error) -> bool:
+        """Sets the first error. Returns `False` if there was one before."""
+        with self._lock:
+            if self._error is not None:
+                return False
+            self._error = error
+        self._has_error.set()
+        with suppress(OSError):
+            os.write(self._writer, b"1")
+        return True
+
+    def check(self) -> None:
+        """Raises the error, if there is one."""
+        if self._error is not None:
+            raise self._error
+
+    def wait(self, seconds: float) -> None:
+        """Waits for an error, and raises it."""
+        self._has_error.wait(seconds)
+        self.check()
+
+    def close(self) -> None:
+        os.close(self.reader)
+        os.close(self._writer)
+
+
+class Channel:
+    """A connection that carries messages with descriptors. Every call ends by a deadline."""
+
+    def __init__(self, of: socket.socket, watch: Watch | None, peer: Member | None = None) -> None:
+        self.socket, self._watch, self.peer = of, watch, peer
+        of.setblocking(False)
+        _sockets.add(of)
+
+    @classmethod
+    def connect(cls, path: str, watch: Watch | None, peer: Member, deadline: Deadline) -> Channel:
+        """Connects to a socket, as soon as a process listens there. Raises `DeadlinePassed`, `WrongPeer`."""
+        while True:
+            of = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                of.settimeout(max(deadline.left(), 0.001))
+                of.connect(path)
+            except (FileNotFoundError, ConnectionRefusedError, TimeoutError, BlockingIOError):
+                of.close()
+                if watch is not None:
+                    watch.check()
+                if deadline.left() == 0:
+                    raise DeadlinePassed(f"{peer} does not listen at {path} after {deadline.seconds} s") from None
+                time.sleep(min(0.02, deadline.left()))
+                continue
+            check_user(of, path)
+            return cls(of, watch, peer)
+
+    def send(self, kind: str, deadline: Deadline, descriptors: Sequence[int] = (), **body: Any) -> None:
+        """Sends a message. Raises `DeadlinePassed`, `PeerDied`, `PeerFailed`."""
+        text = json.dumps({"kind": kind, **body}).encode()
+        message = memoryview(HEADER.pack(PROTOCOL, len(text), len(descriptors)) + text)
+        first = list(descriptors)
+        while message:
+            try:
+                sent = socket.send_fds(self.socket, [message], first, socket.MSG_NOSIGNAL) if first else self.socket.send(message, socket.MSG_NOSIGNAL)
+                message, first = message[sent:], []
+            except BlockingIOError:
+                self._wait(select.POLLOUT, deadline, "receive a message")
+            except OSError as why:
+                raise self._died() from why
+
+    def receive(self, deadline: Deadline, *kinds: str, doing: str = "answer") -> tuple[dict[str, Any], list[int]]:
+        """Returns a message of one of these kinds, and its descriptors, which the caller closes.
+
+        Raises `DeadlinePassed`, `PeerDied`, `PeerFailed`, and `WrongPeer` for a message that has no meaning.
+        """
+        received: list[int] = []
+        try:
+            protocol, size, count = HEADER.unpack(self._bytes(HEADER.size, received, deadline, doing))
+            if protocol != PROTOCOL or size > MESSAGE_BYTES or count > DESCRIPTORS:
+                raise WrongPeer(f"{self.peer} sent an invalid message: use one version of symmalloc on both sides")
+            body = json.loads(self._bytes(size, received, deadline, doing))
+            if not isinstance(body, dict) or body.get("kind") not in kinds or len(received) != count:
+                kind = body.get("kind") if isinstance(body, dict) else None
+                raise WrongPeer(f"{self.peer} sent {kind!r} instead of {' or '.join(kinds)}: both sides must call in turns")
+            return body, received
+        except ValueError as why:
+            _close(received)
+            raise WrongPeer(f"{self.peer} sent an invalid message") from why
+        except BaseException:
+            _close(received)
+            raise
+
+    def _bytes(self, count: int, descriptors: list[int], deadline: Deadline, doing: str) -> bytes:
+        parts = bytearray()
+        while len(parts) < count:
+            try:
+                part, more, flags, _ = socket.recv_fds(self.socket, count - len(parts), DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+            except BlockingIOError:
+                self._wait(select.POLLIN, deadline, doing)
+                continue
+            except OSError as why:
+                raise self._died() from why
+            descriptors += more
+            if not part or flags & socket.MSG_CTRUNC:
+                raise self._died()
+            parts += part
+        return bytes(parts)
+
+    def _wait(self, what: int, deadline: Deadline, doing: str) -> None:
+        poll = select.poll()
+        poll.register(self.socket, what)
+        if self._watch is not None:
+            self._watch.check()
+            poll.register(self._watch.reader, select.POLLIN)
+        ready = poll.poll(deadline.left() * 1000)
+        # What the peer has sent comes first: it may have ended in order.
+        if self._watch is not None and not any(of == self.socket.fileno() for of, _ in ready):
+            self._watch.check()
+        if not ready:
+            raise DeadlinePassed(f"{self.peer} did not {doing} within {deadline.seconds} s")
+
+    def _died(self) -> PeerDied | PeerFailed:
+        """Returns the error for a connection that the other side has closed: the hub's, which names the phase, if it is told in time."""
+        if self._watch is not None:
+            try:
+                self._watch.wait(NAMING_SECONDS)
+            except (PeerDied, PeerFailed) as error:
+                return error
+        return PeerDied(f"{self.peer} has closed its connection")
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def _close(descriptors: list[int]) -> None:
+    for one in descriptors:
+        with suppress(OSError):
+            os.close(one)
+
+
+@dataclass
+class _Connected:
+    """A process at the hub."""
+
+    channel: Channel
+    member: Member | None = None
+    phase: str = "start"
+    received: bytearray = field(default_factory=bytearray)
+
+
+class Hub:
+    """Tells all processes that one of them has died. A thread in trainer 0."""
+
+    def __init__(self, folder: Path, pairs: int) -> None:
+        self._listener = Listener(folder, HUB)
+        self._missing = {(role, rank) for role in (TRAINER, ENGINE) for rank in range(pairs)}
+        self._selector = selectors.DefaultSelector()
+        self._stop_reader, self._stop = os.pipe2(os.O_CLOEXEC)
+        self._connected: list[_Connected] = []
+        self._listener.socket.setblocking(False)
+        self._selector.register(self._listener.socket, selectors.EVENT_READ, None)
+        self._selector.register(self._stop_reader, selectors.EVENT_READ, None)
+        self._thread = threading.Thread(target=self._run, name="symmalloc-turns", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        os.write(self._stop, b"1")
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.fd == self._stop_reader:
+                    self._tell("ended")
+                    self._end()
+                    return
+                if key.data is None:
+                    self._accept()
+                else:
+                    self._read(key.data)
+
+    def _end(self) -> None:
+        for one in list(self._connected):
+            self._forget(one)
+        self._selector.close()
+        self._listener.close()
+        os.close(self._stop_reader)
+        os.close(self._stop)
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            of, _ = self._listener.socket.accept()
+            if user_of(of)[1] != os.geteuid():
+                of.close()
+                return
+            one = _Connected(Channel(of, None))
+            self._connected.append(one)
+            self._selector.register(of, selectors.EVENT_READ, one)
+
+    def _read(self, one: _Connected) -> None:
+        try:
+            part = one.channel.socket.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            part = b""
+        one.received += part
+        while len(one.received) >= HEADER.size:
+            _, size, _ = HEADER.unpack(one.received[: HEADER.size])
+            if len(one.received) < HEADER.size + size:
+                break
+            body = one.received[HEADER.size : HEADER.size + size]
+            del one.received[: HEADER.size + size]
+            try:
+                self._heard(one, json.loads(body))
+            except (ValueError, KeyError, TypeError):
+                self._forget(one)
+        if not part and one in self._connected:
+            self._forget(one)
+            if one.member is not None:
+                self._tell("died", of=str(one.member), phase=one.phase)
+
+    def _heard(self, one: _Connected, said: dict[str, Any]) -> None:
+        kind = said["kind"]
+        if kind == "join":
+            member = Member(str(said["role"]), int(said["rank"]), int(said["pid"]))
+            key = (member.role, member.rank)
+            if key not in self._missing:
+                self._say(one, "rejected", why=f"{member.role} {member.rank} has joined already, or is none of this job's ranks")
+                return self._forget(one)
+            one.member = member
+            self._missing.discard(key)
+            self._tell("missing", those=sorted(f"{role} {rank}" for role, rank in self._missing))
+        elif kind == "phase":
+            one.phase = str(said["phase"])
+        elif kind == "failed":
+            member, one.member = one.member, None
+            self._tell("failed", of=str(member), phase=one.phase, why=str(said["why"]))
+        elif kind == "bye":
+            self._forget(one)
+
+    def _tell(self, kind: str, **body: Any) -> None:
+        for one in list(self._connected):
+            if one.member is not None:
+                self._say(one, kind, **body)
+
+    def _say(self, one: _Connected, kind: str, **body: Any) -> None:
+        # A process that does not read loses its connection. It must not block the others.
+        try:
+            one.channel.send(kind, Deadline(0.5), **body)
+        except Error:
+            self._forget(one)
+
+    def _forget(self, one: _Connected) -> None:
+        if one in self._connected:
+            self._connected.remove(one)
+            self._selector.unregister(one.channel.socket)
+            one.channel.close()
+
+
+class Membership:
+    """This process's connection to the hub: reports its phase, and learns who has died."""
+
+    def __init__(
+        self, folder: Path, me: Member, pairs: int, deadline: Deadline, on_death: Callable[[Error], None] | None
+    ) -> None:
+        self.watch, self.phase, self._on_death = Watch(), "start", on_death
+        self._hub = Hub(folder, pairs) if (me.role, me.rank) == (TRAINER, 0) else None
+        self._is_complete, self._is_closed, self._missing = threading.Event(), False, ["everyone"]
+        try:
+            self._channel = Channel.connect(socket_path(folder, HUB), None, Member(TRAINER, 0), deadline)
+            self._channel.send("join", deadline, role=me.role, rank=me.rank, pid=me.pid)
+        except BaseException:
+            if self._hub is not None:
+                self._hub.close()
+            self.watch.close()
+            raise
+        self._send_lock = threading.Lock()
+        self._thread = threading.Thread(target=self._listen, name="symmalloc-turns-watch", daemon=True)
+        self._thread.start()
+
+    def wait_for_all(self, deadline: Deadline) -> None:
+        """Waits until all processes have joined. Raises `DeadlinePassed`, which names those that have not."""
+        while not self._is_complete.wait(min(0.02, deadline.left() or 0.001)):
+            self.watch.check()
+            if deadline.left() == 0:
+                raise DeadlinePassed(f"{', '.join(self._missing)} did not join within {deadline.seconds} s")
+        self.watch.check()
+
+    def enter(self, phase: str) -> None:
+        """Reports the phase of this process's turn."""
+        self.phase = phase
+        self._report("phase", phase=phase)
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the others that this process's turn ended with an error."""
+        self._report("failed", why=f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """Leaves. The others are not told that this process has died."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._report("bye")
+        if self._hub is not None:
+            self._hub.close()
+        with suppress(OSError):  # wakes the thread that reads
+            self._channel.socket.shutdown(socket.SHUT_RDWR)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        self._channel.close()
+        self.watch.close()
+
+    def _report(self, kind: str, **body: Any) -> None:
+        with suppress(Error, OSError), self._send_lock:  # the hub may be gone; the watch tells
+            self._channel.send(kind, Deadline(5.0), **body)
+
+    def _listen(self) -> None:
+        kinds = ("missing", "died", "failed", "rejected", "ended")
+        while not self._is_closed:
+            try:
+                said, _ = self._channel.receive(Deadline(3600.0), *kinds)
+            except DeadlinePassed:
+                continue
+            except (Error, OSError, ValueError):
+                if not self._is_closed:
+                    self._set(PeerDied("trainer 0 has died: its connection was closed"))
+                return
+            if said["kind"] == "missing":
+                self._missing = list(said["those"])
+                if not self._missing:
+                    self._is_complete.set()
+            elif said["kind"] == "ended":
+                return
+            elif said["kind"] == "died":
+                self._set(PeerDied(f"{said['of']} died in the phase `{said['phase']}`"))
+            elif said["kind"] == "failed":
+                self._set(PeerFailed(f"{said['of']} failed in the phase `{said['phase']}`: {said['why']}"))
+            else:
+                self._set(WrongPeer(str(said["why"])))
+
+    def _set(self, error: Error) -> None:
+        if self.watch.set(error) and self._on_death is not None:
+            self._on_death(error)
