@@ -277,12 +277,25 @@ class _Side:
             self._membership.watch.check()
             yield
         except BaseException as error:
-            self._error = error if isinstance(error, Error) else PeerFailed(f"an earlier call failed: {type(error).__name__}: {error}")
+            cause = self._cause(error)
+            self._error = cause if isinstance(cause, Error) else PeerFailed(f"an earlier call failed: {type(error).__name__}: {error}")
             with suppress(Error):
                 self._abandon()
+            if cause is not error:
+                raise cause from error
             if not isinstance(error, (PeerDied, PeerFailed)):
                 self._membership.fail(error)
             raise
+
+    def _cause(self, error: BaseException) -> BaseException:
+        """Returns the death or failure of another process that an error of this one follows from, or the error itself."""
+        if isinstance(error, Exception) and not isinstance(error, (PeerDied, PeerFailed)):
+            try:
+                # The trainer withdraws its weights when it learns of a death, which may be before this process does.
+                self._membership.watch.wait(NAMING_SECONDS if isinstance(error, StaleImport) else 0.0)
+            except (PeerDied, PeerFailed) as why:
+                return why
+        return error
 
     def check(self) -> None:
         """Raises `PeerDied` or `PeerFailed` if one of the processes has ended. Takes no time."""
@@ -407,6 +420,8 @@ class Trainer(_Side):
         ranges: list[Range] = []
         groups: Iterable[Mapping[str, Any]] = [weights] if isinstance(weights, Mapping) else weights
         for group in groups:
+            if not group:
+                continue
             self._descriptors.synchronize()  # the engine does not see this process's streams
             start = time.perf_counter()
             message, descriptors = self._offer(number, group, ranges, page)

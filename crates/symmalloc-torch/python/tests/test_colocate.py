@@ -1,0 +1,612 @@
+"""Trainer and engine that take turns: their protocol, and the memory that they share on the stub of libcuda."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+import unittest
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import needs
+import test_jobs
+from symmalloc import turn_peers
+from symmalloc.colocate import Engine, Layout, Part, Trainer, Unmanaged
+from symmalloc.errors import DeadlinePassed, Error, InvalidArgument, InvalidState, PeerDied, PeerFailed, StaleImport, UnequalLayouts, WrongPeer
+
+SECONDS = 20.0
+MANY = 100_000
+"""Turns that no test completes: the pairs are not ordered with each other."""
+
+SHARED = f"""
+import ctypes, json, os, signal, sys, time
+sys.path.insert(0, {str(Path(__file__).resolve().parent)!r})
+from symmalloc import colocate
+from symmalloc.colocate import Engine, Part, Trainer, Unmanaged
+from symmalloc.errors import *
+
+folder, SECONDS = sys.argv[1], {SECONDS}
+
+def raises(kind, says, act):
+    try:
+        act()
+    except kind as error:
+        assert says in str(error), error
+        return error
+    raise AssertionError(f"{{kind.__name__}} was not raised")
+
+class Tensor:
+    \"\"\"A tensor without PyTorch.\"\"\"
+    dtype = "float32"
+
+    def __init__(self, pointer, *shape, stride=None):
+        self.pointer, self.shape, self._stride = pointer, shape, stride or (1,)
+
+    def data_ptr(self):
+        return self.pointer
+
+    def stride(self):
+        return self._stride
+
+    def element_size(self):
+        return 4
+
+def view(layout, address):
+    return address, layout.size_bytes
+
+def fill(pointer, byte, size):
+    ctypes.memset(pointer, byte, size)
+
+def holds(pointer, byte, size):
+    return set(ctypes.string_at(pointer, size)) == {{byte}}
+"""
+
+ON_STUB = SHARED + """
+import symmalloc
+from symmalloc import MemPool, state, use_mem_pool
+state.installed_with = (None, None, True)
+ours = symmalloc.Allocator.shared(0)
+MIB = 1 << 20
+"""
+
+ON_HOST = SHARED + f"""
+import importlib.util
+spec = importlib.util.spec_from_file_location("job", {str(test_jobs.JOBS / "colocate.py")!r})
+job = importlib.util.module_from_spec(spec)
+sys.modules["job"] = job
+spec.loader.exec_module(job)
+host = job.HostDescriptors()
+
+def on_phase(phase):
+    if phase == os.environ.get("DIES_IN"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if phase == os.environ.get("STOPS_IN"):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+options = dict(memory=Unmanaged(), device=0, descriptors=host, deadline_seconds=float(os.environ.get("DEADLINE", SECONDS)), on_phase=on_phase)
+rank, ranks, turns = int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+"""
+
+TRAINS = ON_HOST + """
+weights = {"w": Tensor(host.allocate(8192), 2048), "b": Tensor(host.allocate(4096), 16)}
+with Trainer(folder, rank, ranks, **options) as side:
+    for turn in range(turns):
+        fill(weights["w"].data_ptr(), turn % 255 + 1, 8192)
+        side.hand_over(weights)
+        side.take(deadline_seconds=options["deadline_seconds"])
+print("done")
+"""
+
+SERVES = ON_HOST + """
+addresses = set()
+with Engine(folder, rank, ranks, view=view, **options) as side:
+    for turn in range(turns):
+        def load(weights):
+            pointer, size = weights["w"]
+            assert size == 8192 and holds(pointer, turn % 255 + 1, size), "the trainer's bytes of this turn"
+            addresses.add(pointer)
+        side.take(load, deadline_seconds=options["deadline_seconds"])
+        assert host.maps == 0, "nothing of the trainer stays"
+        side.hand_over()
+assert len(addresses) == 1, "the same address in every turn"
+print("done")
+"""
+
+
+class Job:
+    """The processes of a run."""
+
+    def __init__(self, folder: str, ranks: int, turns: int, **dies: dict[str, str]) -> None:
+        self.processes: dict[str, subprocess.Popen[str]] = {}
+        for rank in range(ranks):
+            for role, program in (("engine", SERVES), ("trainer", TRAINS)):
+                name = f"{role}{rank}"
+                self.processes[name] = subprocess.Popen(
+                    [sys.executable, "-c", textwrap.dedent(program), folder, str(rank), str(ranks), str(turns)],
+                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | dies.get(name, {}),
+                )  # fmt: skip
+
+    def ended(self) -> dict[str, tuple[int, str]]:
+        """Returns the status and the output of each process. Ends those that are stopped."""
+        found = {}
+        for name, process in self.processes.items():
+            try:
+                output, _ = process.communicate(timeout=60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                output, _ = process.communicate()
+            found[name] = (process.returncode, output)
+        return found
+
+
+class Turns(unittest.TestCase):
+    """The protocol, in processes of which none needs a device."""
+
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = str(Path(folder.name) / "turns")
+
+    def test_the_engine_reads_the_trainers_bytes_of_each_turn_at_one_address(self) -> None:
+        for name, (status, output) in Job(self.folder, 2, 4).ended().items():
+            self.assertEqual((status, output.splitlines()[-1]), (0, "done"), f"{name}: {output}")
+        self.assertEqual([path.name for path in Path(self.folder).iterdir()], [], "no socket stays")
+
+    def test_a_process_killed_in_any_phase_is_named_by_all_others(self) -> None:
+        for role, phases in (("trainer", ("release", "update", "sleep", "wait", "wake")), ("engine", ("update", "wake", "generate", "sleep"))):
+            for phase in phases:
+                with self.subTest(role=role, phase=phase):
+                    begun = time.monotonic()
+                    ended = Job(self.folder, 2, MANY, **{f"{role}1": {"DIES_IN": phase}}).ended()
+                    self.assertLess(time.monotonic() - begun, SECONDS, "not at the deadline")
+                    self.assertEqual(ended.pop(f"{role}1")[0], -signal.SIGKILL)
+                    for name, (status, output) in ended.items():
+                        self.assertNotEqual(status, 0, name)
+                        self.assertRegex(output, rf"PeerDied: {role} 1 \(pid \d+\) died in the phase `{phase}`", name)
+
+    def test_the_death_of_the_hub_is_noticed(self) -> None:
+        ended = Job(self.folder, 2, MANY, trainer0={"DIES_IN": "update"}).ended()
+        self.assertEqual(ended.pop("trainer0")[0], -signal.SIGKILL)
+        for name, (status, output) in ended.items():
+            self.assertNotEqual(status, 0, name)
+            self.assertRegex(output, r"PeerDied: trainer 0", name)
+
+    def test_a_stopped_process_is_named_at_the_deadline(self) -> None:
+        patience = {name: {"DEADLINE": "2"} for name in ("trainer0", "trainer1", "engine0")}
+        job = Job(self.folder, 2, MANY, engine1={"STOPS_IN": "update", "DEADLINE": "2"}, **patience)
+        stopped = job.processes.pop("engine1")
+        ended = job.ended()
+        stopped.kill()
+        stopped.communicate()
+        self.assertRegex(ended["trainer1"][1], r"DeadlinePassed: engine 1 \(pid \d+\) did not load the weights within 2\.0 s")
+        for name in ("trainer0", "engine0"):
+            self.assertNotEqual(ended[name][0], 0, name)
+            self.assertRegex(ended[name][1], "DeadlinePassed|PeerFailed: trainer 1|PeerDied: trainer [01]", name)
+
+    def test_a_missing_process_is_named(self) -> None:
+        with self.assertRaisesRegex(DeadlinePassed, r"engine 0, engine 1, trainer 1 did not join within 0\.3 s"):
+            Trainer(self.folder, 0, 2, memory=Unmanaged(), descriptors=Host(), deadline_seconds=0.3)
+        with self.assertRaisesRegex(DeadlinePassed, "trainer 0 does not listen at"):
+            Engine(self.folder, 0, 2, memory=Unmanaged(), descriptors=Host(), deadline_seconds=0.3)
+        self.assertEqual(threads(), [])
+
+    def test_two_jobs_in_one_folder_and_invalid_arguments_are_errors(self) -> None:
+        with pair(self.folder) as (trainer, _):
+            with self.assertRaisesRegex(InvalidState, "separate folder for each job"):
+                Trainer(self.folder, 0, 1, memory=Unmanaged(), descriptors=Host(), deadline_seconds=1.0)
+            with self.assertRaisesRegex(InvalidArgument, "give a number above 0"):
+                trainer.take(deadline_seconds=-1.0)
+        with self.assertRaisesRegex(InvalidArgument, "rank 2 is not one of 2 ranks"):
+            Trainer(self.folder, 2, 2, memory=Unmanaged(), descriptors=Host())
+        with self.assertRaisesRegex(InvalidArgument, "107 bytes"):
+            Trainer(f"{self.folder}/{'x' * 100}", 0, 1, memory=Unmanaged(), descriptors=Host())
+        shared = Path(self.folder).parent / "shared"
+        shared.mkdir()
+        shared.chmod(0o777)
+        with self.assertRaisesRegex(InvalidState, "others can write"):
+            Trainer(shared, 0, 1, memory=Unmanaged(), descriptors=Host())
+
+    def test_a_process_of_another_user_is_the_wrong_peer(self) -> None:
+        first, second = socket.socketpair()
+        self.addCleanup(first.close)
+        self.addCleanup(second.close)
+        with mock.patch.object(turn_peers.os, "geteuid", lambda: os.getuid() + 1), self.assertRaisesRegex(WrongPeer, f"belongs to user {os.getuid()}"):
+            turn_peers.check_user(first, "/run/job/turns")
+
+    def test_another_device_or_number_of_ranks_is_the_wrong_peer(self) -> None:
+        with self.assertRaisesRegex(WrongPeer, "give equal ranks of trainer and engine the same device"), pair(self.folder, engine=Host("another")):
+            pass
+
+    def test_the_message_of_another_program_is_the_wrong_peer(self) -> None:
+        first, second = socket.socketpair()
+        channel = turn_peers.Channel(first, None, turn_peers.Member("engine", 0))
+        self.addCleanup(first.close)
+        self.addCleanup(second.close)
+        second.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        with self.assertRaisesRegex(WrongPeer, "invalid message"):
+            channel.receive(turn_peers.Deadline(1.0), "hello")
+
+    def test_descriptors_of_a_rejected_message_are_closed(self) -> None:
+        first, second = socket.socketpair()
+        self.addCleanup(first.close)
+        self.addCleanup(second.close)
+        channel, other = turn_peers.Channel(first, None, turn_peers.Member("engine", 0)), turn_peers.Channel(second, None)
+        before = len(os.listdir("/proc/self/fd"))
+        with open(os.devnull) as file:
+            other.send("surprise", turn_peers.Deadline(1.0), [file.fileno()] * 3)
+        with self.assertRaisesRegex(WrongPeer, "'surprise' instead of hello"):
+            channel.receive(turn_peers.Deadline(1.0), "hello")
+        self.assertEqual(len(os.listdir("/proc/self/fd")), before)
+
+    def test_an_error_in_load_reaches_the_trainer_with_its_text(self) -> None:
+        def load(weights: Any) -> None:
+            raise UnequalLayouts("lm_head.weight differs")
+
+        with pair(self.folder) as (trainer, engine):
+            failures = together(lambda: trainer.hand_over({}), lambda: engine.take(load, deadline_seconds=5.0))
+            self.assertEqual(failures, [None, None], "no weights, no load")
+            together(trainer.take, engine.hand_over)
+            host = trainer._descriptors
+            tensor = Tensor(host.allocate(4096), 8)
+            told, raised = together(lambda: trainer.hand_over({"w": tensor}), lambda: engine.take(load, deadline_seconds=5.0))
+            self.assertIsInstance(raised, UnequalLayouts)
+            self.assertRegex(str(told), r"engine 0 \(pid \d+\) failed in the phase `update`: UnequalLayouts: lm_head.weight differs")
+            self.assertIsInstance(told, PeerFailed)
+            self.assertEqual(engine._descriptors.maps, 0, "nothing stays mapped")
+            with self.assertRaises(PeerFailed):
+                trainer.take(deadline_seconds=1.0)
+
+    def test_memory_is_released_and_restored_in_order(self) -> None:
+        log: list[str] = []
+
+        class Noted:
+            def __init__(self, name: str) -> None:
+                self.name = name
+
+            def sleep(self, part: Part) -> None:
+                log.append(f"{self.name} releases {part.value}")
+
+            def wake(self, part: Part) -> None:
+                log.append(f"{self.name} restores {part.value}")
+
+        with pair(self.folder, memories=(Noted("trainer"), Noted("engine"))) as (trainer, engine):
+            tensor = Tensor(trainer._descriptors.allocate(4096), 8)
+            together(lambda: trainer.hand_over({"w": tensor}), lambda: engine.take(lambda _: log.append("load"), deadline_seconds=5.0))
+            self.assertEqual(
+                log, ["trainer releases rest", "engine restores weights", "load", "trainer releases weights", "engine restores rest"]
+            )
+            log.clear()
+            together(trainer.take, engine.hand_over)
+            self.assertEqual(
+                log, ["engine releases rest", "engine releases weights", "trainer restores weights", "trainer restores rest"]
+            )
+
+    def test_kept_weights_stay_until_the_engine_hands_over(self) -> None:
+        with pair(self.folder) as (trainer, engine):
+            tensor = Tensor(trainer._descriptors.allocate(4096), 8)
+            taken: list[Any] = []
+            for _ in range(2):
+                self.assertEqual(
+                    together(lambda: trainer.hand_over({"w": tensor}), lambda: taken.append(engine.take(keep=True, deadline_seconds=5.0))), [None, None]
+                )
+                weights = taken[-1]
+                ctypes.memset(tensor.data_ptr(), 9, 32)
+                self.assertEqual(set(ctypes.string_at(weights.address("w"), 32)), {9}, "one copy of the weights")
+                self.assertEqual(together(trainer.take, engine.hand_over), [None, None])
+                with self.assertRaisesRegex(StaleImport, "no longer mapped"):
+                    weights["w"]
+            self.assertEqual(engine._descriptors.maps, 0)
+            told, raised = together(
+                lambda: trainer.hand_over([{"w": tensor}, {"b": tensor}]), lambda: engine.take(keep=True, deadline_seconds=5.0)
+            )
+            self.assertIsInstance(raised, InvalidState)
+            self.assertIn("single mapping", str(told))
+
+    def test_a_trainer_that_withdraws_makes_kept_weights_stale(self) -> None:
+        with pair(self.folder) as (trainer, engine):
+            tensor = Tensor(trainer._descriptors.allocate(4096), 8)
+            taken: list[Any] = []
+            together(lambda: trainer.hand_over({"w": tensor}), lambda: taken.append(engine.take(keep=True, deadline_seconds=5.0)))
+            taken[0]["w"]
+            trainer.close()
+            with self.assertRaisesRegex(StaleImport, "released the memory"):
+                taken[0]["w"]
+            with self.assertRaises(PeerDied):
+                engine.hand_over(deadline_seconds=5.0)
+
+    def test_a_child_process_does_not_keep_the_sockets(self) -> None:
+        with pair(self.folder) as (trainer, engine):
+            child = os.fork()
+            if child == 0:
+                time.sleep(30)
+                os._exit(0)
+            try:
+                engine.close()
+                begun = time.monotonic()
+                with self.assertRaises(PeerDied):
+                    trainer.hand_over({}, deadline_seconds=15.0)
+                self.assertLess(time.monotonic() - begun, 10.0)
+            finally:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+
+    def test_turns_need_no_right_to_call_ptrace(self) -> None:
+        program = ON_HOST.replace("rank, ranks, turns = ", "_ = ") + """
+job.deny_ptrace()
+assert job.is_denied()
+import test_colocate, unittest
+done = unittest.TestResult()
+test_colocate.Turns("test_the_engine_reads_the_trainers_bytes_of_each_turn_at_one_address").run(done)
+assert done.testsRun == 1 and done.wasSuccessful() and not done.skipped, done.failures + done.errors
+"""
+        done = subprocess.run(
+            [sys.executable, "-c", program, self.folder, "0", "1", "1"], capture_output=True, text=True, timeout=120, env=os.environ
+        )
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+
+
+class Host(test_jobs.job("colocate").HostDescriptors):  # type: ignore[misc]
+    """Host memory of one side."""
+
+    def __init__(self, identity: str = "host") -> None:
+        super().__init__()
+        self.identity = identity
+
+
+class Tensor:
+    """A tensor without PyTorch."""
+
+    dtype = "float32"
+
+    def __init__(self, pointer: int, *shape: int) -> None:
+        self.pointer, self.shape = pointer, shape
+
+    def data_ptr(self) -> int:
+        return self.pointer
+
+    def stride(self) -> tuple[int, ...]:
+        return (1,)
+
+    def element_size(self) -> int:
+        return 4
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("symmalloc-turns")]
+
+
+def together(*acts: Callable[[], Any]) -> list[BaseException | None]:
+    """Runs functions at once. Returns their errors."""
+    errors: list[BaseException | None] = [None] * len(acts)
+
+    def run(at: int) -> None:
+        try:
+            acts[at]()
+        except BaseException as error:
+            errors[at] = error
+
+    running = [threading.Thread(target=run, args=(at,)) for at in range(len(acts))]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    return errors
+
+
+class pair:  # noqa: N801
+    """A trainer and an engine in this process."""
+
+    def __init__(self, folder: str, *, engine: Host | None = None, memories: tuple[Any, Any] | None = None) -> None:
+        sides: dict[str, Any] = {}
+        memory = memories or (Unmanaged(), Unmanaged())
+
+        def view(layout: Layout, address: int) -> int:
+            return address
+
+        def start_trainer() -> None:
+            sides["trainer"] = Trainer(folder, 0, 1, memory=memory[0], descriptors=Host(), deadline_seconds=5.0)
+
+        def start_engine() -> None:
+            sides["engine"] = Engine(folder, 0, 1, memory=memory[1], descriptors=engine or Host(), view=view, deadline_seconds=5.0)
+
+        errors = together(start_trainer, start_engine)
+        self._sides = sides
+        for error in errors:
+            if error is not None:
+                self.__exit__()
+                raise error
+
+    def __enter__(self) -> tuple[Any, Any]:
+        return self._sides["trainer"], self._sides["engine"]
+
+    def __exit__(self, *_: object) -> None:
+        for side in self._sides.values():
+            side.close()
+
+
+@needs.device
+class OnStub(unittest.TestCase):
+    """The memory of symmalloc's pools, on the stub of libcuda. Its device memory is in files, which processes really share."""
+
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = str(Path(folder.name) / "turns")
+
+    def run_pair(self, trainer: str, engine: str, **environment: str) -> None:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", textwrap.dedent(ON_STUB + program), self.folder], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                text=True, env=os.environ | environment,
+            )
+            for program in (trainer, engine)
+        ]  # fmt: skip
+        for process in processes:
+            output, _ = process.communicate(timeout=90)
+            self.assertEqual(process.returncode, 0, output)
+
+    TRAINER = """
+pool = MemPool(symmetric=False, tag="weights", device=0, conf=CONF)
+rest = MemPool(symmetric=False, tag="optimizer", device=0)
+held = ours.allocate(5 * MIB, pool=rest.id)
+pointers = [ours.allocate(size * MIB, pool=pool.id) for size in (3, 24, 1)]
+weights = {str(at): Tensor(pointer, size * MIB // 4) for at, (pointer, size) in enumerate(zip(pointers, (3, 24, 1)))}
+memory = colocate.Pools(weights=["weights"], rest=["optimizer"], device=0)
+"""
+    CONFS = ("segments:fixed", "segments:expandable,chunk_mb:2", "segments:reserved,segment_mb:64")
+
+    def test_weights_of_pools_reach_the_engine_and_nothing_stays_in_its_turn(self) -> None:
+        for conf in self.CONFS:
+            with self.subTest(conf=conf):
+                self.run_pair(f"CONF = {conf!r}" + self.TRAINER + """
+with Trainer(folder, 0, 1, memory=memory, device=0, deadline_seconds=SECONDS) as side:
+    for turn in range(4):
+        for at, pointer in enumerate(pointers):
+            fill(pointer, 10 * turn + at + 1, MIB)
+        fill(held, turn + 1, MIB)
+        update = side.hand_over(weights)
+        assert update.size_bytes == 28 * MIB, update
+        now = symmalloc.device_memory(0)
+        assert (now.awake_bytes, now.asleep_bytes) == (0, 0), now
+        assert [one.phase.name for one in (pool, rest)] == ["ASLEEP", "ASLEEP"]
+        side.take(deadline_seconds=SECONDS)
+        assert holds(held, turn + 1, MIB) and holds(pointers[1], 10 * turn + 2, MIB)
+""", """
+import ctypes
+imports = ctypes.CDLL("libcuda.so.1").stub_imports
+addresses = []
+with Engine(folder, 0, 1, memory=Unmanaged(), device=0, view=view, deadline_seconds=SECONDS) as side:
+    for turn in range(4):
+        def load(given):
+            assert list(given) == ["0", "1", "2"]
+            for at, name in enumerate(given):
+                address, size = given[name]
+                assert size == (3, 24, 1)[at] * MIB and holds(address, 10 * turn + at + 1, MIB), (turn, name)
+            addresses.append([given.address(name) for name in given])
+        side.take(load, deadline_seconds=SECONDS)
+        assert imports() == 0, "the engine holds nothing of the trainer"
+        side.hand_over()
+assert all(one == addresses[0] for one in addresses), addresses
+""")  # fmt: skip
+
+    def test_kept_weights_are_the_trainers_memory(self) -> None:
+        self.run_pair(f"CONF = {self.CONFS[0]!r}" + self.TRAINER + """
+with Trainer(folder, 0, 1, memory=memory, device=0, deadline_seconds=SECONDS) as side:
+    for turn in range(3):
+        fill(pointers[1], turn + 1, MIB)
+        side.hand_over(weights)
+        assert [one.phase.name for one in (pool, rest)] == ["AWAKE", "ASLEEP"], "the weights stay"
+        side.take(deadline_seconds=SECONDS)
+        assert rest.phase.name == "AWAKE"
+""", """
+with Engine(folder, 0, 1, memory=Unmanaged(), device=0, view=view, deadline_seconds=SECONDS) as side:
+    for turn in range(3):
+        given = side.take(keep=True, deadline_seconds=SECONDS)
+        address, _ = given["1"]
+        assert holds(address, turn + 1, MIB)
+        side.hand_over()
+        raises(StaleImport, "no longer mapped", lambda: given["1"])
+""")  # fmt: skip
+
+    def test_a_sleep_of_the_trainer_makes_kept_weights_stale(self) -> None:
+        self.run_pair(f"CONF = {self.CONFS[0]!r}" + self.TRAINER + """
+with Trainer(folder, 0, 1, memory=memory, device=0, deadline_seconds=SECONDS) as side:
+    side.hand_over(weights)
+    while not os.path.exists(folder + "/mapped"):
+        time.sleep(0.01)
+    symmalloc.sleep("weights", device=0)
+    open(folder + "/slept", "w").close()
+    symmalloc.wake("weights", device=0)
+    side.take(deadline_seconds=SECONDS)
+""", """
+with Engine(folder, 0, 1, memory=Unmanaged(), device=0, view=view, deadline_seconds=SECONDS) as side:
+    given = side.take(keep=True, deadline_seconds=SECONDS)
+    given["1"]
+    open(folder + "/mapped", "w").close()
+    while not os.path.exists(folder + "/slept"):
+        time.sleep(0.01)
+    raises(StaleImport, "the trainer has released", lambda: given["1"])
+    side.hand_over()
+""")  # fmt: skip
+
+    def test_memory_without_a_handle_and_sharded_tensors_are_errors(self) -> None:
+        done = needs.process(SHARED.replace("sys.argv[1]", "''") + """
+from symmalloc.descriptors import CudaDescriptors
+descriptors = CudaDescriptors(0)
+pointer = ctypes.c_uint64()
+assert ctypes.CDLL("libcuda.so.1").cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(4096)) == 0
+raises(InvalidArgument, "allocate it in a pool of symmalloc", lambda: descriptors.chunks(pointer.value, 4096))
+class Sharded(Tensor):
+    def full_tensor(self): ...
+raises(InvalidArgument, "w is sharded", lambda: colocate._span("w", Sharded(0, 8)))
+""")
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+
+    def test_a_kill_in_the_update_leaves_no_import_in_the_engine(self) -> None:
+        trainer = f"CONF = {self.CONFS[0]!r}" + self.TRAINER + """
+def die():
+    yield weights
+    os.kill(os.getpid(), signal.SIGKILL)
+Trainer(folder, 0, 1, memory=memory, device=0, deadline_seconds=SECONDS).hand_over(die())
+"""
+        engine = """
+imports = ctypes.CDLL("libcuda.so.1").stub_imports
+side = Engine(folder, 0, 1, memory=Unmanaged(), device=0, view=view, deadline_seconds=SECONDS)
+seen = []
+raises(PeerDied, "trainer 0", lambda: side.take(lambda given: seen.append(imports()), deadline_seconds=SECONDS))
+assert seen[0] > 0 and imports() == 0, (seen, imports())
+"""
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", textwrap.dedent(ON_STUB + program), self.folder], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+            for program in (trainer, engine)
+        ]
+        output, _ = processes[0].communicate(timeout=60)
+        self.assertEqual(processes[0].returncode, -signal.SIGKILL, output)
+        output, _ = processes[1].communicate(timeout=60)
+        self.assertEqual(processes[1].returncode, 0, output)
+
+
+@needs.torch
+class Parameters(unittest.TestCase):
+    """Parameters of PyTorch's modules, on the CPU."""
+
+    def test_unequal_layouts_name_the_parameter_and_change_nothing(self) -> None:
+        done = needs.process(SHARED.replace("sys.argv[1]", "''") + """
+import torch
+from symmalloc.colocate import Layout, Weights, adopt, copy_into
+from symmalloc.descriptors import StatePage
+of = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4), "c": torch.ones(2, 2)}
+def weights(**changed):
+    tensors = of | changed
+    layouts = {name: Layout(at, 0, one.nbytes, str(one.dtype)[6:], tuple(one.shape), tuple(one.stride())) for at, (name, one) in enumerate(tensors.items())}
+    by_address = {one.data_ptr(): one for one in tensors.values()}
+    return Weights(layouts, [one.data_ptr() for one in tensors.values()], StatePage.create(), lambda layout, address: by_address[address])
+own = [(name, torch.nn.Parameter(torch.zeros_like(one))) for name, one in of.items()]
+before = [one.data_ptr() for _, one in own]
+raises(UnequalLayouts, "b is float32 [4] with strides [1] in the engine and float64 [4]", lambda: adopt(own, weights(b=torch.ones(4, dtype=torch.float64))))
+raises(UnequalLayouts, "c has the shape [2, 2] in the engine and [4, 2]", lambda: copy_into(own, weights(c=torch.ones(4, 2))))
+raises(UnequalLayouts, "no parameter d", lambda: adopt([*own, ("d", own[0][1])], weights()))
+assert before == [one.data_ptr() for _, one in own] and not own[0][1].any(), "nothing has changed"
+copy_into(own, weights(b=torch.full((4,), 2.0, dtype=torch.float64)))
+assert own[1][1].tolist() == [2.0] * 4 and own[0][1].tolist() == of["a"].tolist()
+given = weights()
+assert adopt(own, given) == 3 and adopt(own, given) == 0
+assert [one.data_ptr() for _, one in own] == [one.data_ptr() for one in of.values()]
+""")
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()
