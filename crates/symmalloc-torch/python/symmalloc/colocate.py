@@ -201,7 +201,7 @@ class Update:
     update_seconds: float = 0.0
     """From the end of the trainer's release to the end of the engine's load, including the time to gather weights."""
     load_seconds: float = 0.0
-    """The part of it in which the weights were handed over and loaded."""
+    """The part of it in which the weights were handed over and loaded, without the time to gather them and to wake the engine's own."""
 
 
 class _Side:
@@ -291,8 +291,10 @@ class _Side:
         """Returns the death or failure of another process that an error of this one follows from, or the error itself."""
         if isinstance(error, Exception) and not isinstance(error, (PeerDied, PeerFailed)):
             try:
-                # The trainer withdraws its weights when it learns of a death, which may be before this process does.
-                self._membership.watch.wait(NAMING_SECONDS if isinstance(error, StaleImport) else 0.0)
+                # The program's own code may notice a death first, such as in a collective. The trainer also withdraws its weights when
+                # it learns of a death, which may be before this process does.
+                has_own_cause = isinstance(error, Error) and not isinstance(error, StaleImport)
+                self._membership.watch.wait(0.0 if has_own_cause else NAMING_SECONDS)
             except (PeerDied, PeerFailed) as why:
                 return why
         return error
@@ -427,7 +429,7 @@ class Trainer(_Side):
             message, descriptors = self._offer(number, group, ranges, page)
             self._send_with(message, descriptors, deadline)
             loaded, _ = self._channel.receive(deadline, "loaded", doing="load the weights")
-            load_seconds += time.perf_counter() - start
+            load_seconds += time.perf_counter() - start - loaded["wake_seconds"]
             size_bytes += loaded["size_bytes"]
             number += 1
         return Update(size_bytes, time.perf_counter() - begun, load_seconds)
@@ -453,9 +455,7 @@ class Trainer(_Side):
                 for chunk in run:
                     descriptors.append(self._descriptors.export(chunk))
             layouts = [(name, _layout(tensor, spans[name], ranges)) for name, tensor in group.items()]
-            for name in group if installed() else ():
-                with suppress(UnknownPointer):
-                    note_export(self._device, allocator(self._device).placement_of(spans[name][0]).pool, page)
+            self._note(spans, page)
         except BaseException:
             for one in descriptors:
                 os.close(one)
@@ -465,6 +465,14 @@ class Trainer(_Side):
             self._sent[number] = layouts
             message["layouts"] = [[name, *vars(layout).values()] for name, layout in layouts]
         return message, descriptors
+
+    def _note(self, spans: Mapping[str, tuple[int, int]], page: StatePage) -> None:
+        """Lets a sleep of the tensors' pools withdraw the weights. Views into an allocation are not found by it."""
+        if not installed():
+            return
+        for address, _ in spans.values():
+            with suppress(UnknownPointer):
+                note_export(self._device, allocator(self._device).placement_of(address).pool, page)
 
     def _send_with(self, message: dict[str, Any], descriptors: list[int], deadline: Deadline) -> None:
         """Sends the weights' message, and its descriptors in batches. Closes them."""
@@ -535,7 +543,7 @@ class Engine(_Side):
         `UnequalLayouts` (from `adopt` and `copy_into`), and as the memory's `wake` does.
         """
         with self._call():
-            deadline, is_first, taken = Deadline(deadline_seconds), True, None
+            deadline, is_first, taken, wake_seconds = Deadline(deadline_seconds), True, None, 0.0
             self._unmap()
             while True:
                 message, descriptors = self._channel.receive(deadline, "weights", "end", doing="hand over")
@@ -543,7 +551,9 @@ class Engine(_Side):
                     deadline = Deadline(self._deadline_seconds)
                     self._enter("update")
                     try:
+                        begun = time.perf_counter()
                         self._memory.wake(Part.WEIGHTS)
+                        wake_seconds = time.perf_counter() - begun
                     except BaseException:
                         _close_all(descriptors)
                         raise
@@ -557,9 +567,11 @@ class Engine(_Side):
                 if load is not None:
                     load(taken)
                 self._descriptors.synchronize()
-                self._channel.send("loaded", deadline, size_bytes=taken.size_bytes)
+                self._channel.send("loaded", deadline, size_bytes=taken.size_bytes, wake_seconds=wake_seconds)
+                wake_seconds = 0.0
                 deadline = Deadline(self._deadline_seconds)
             if not keep:
+                taken = None
                 self._unmap()
             self._channel.send("complete", deadline, keeps=keep)
             self._channel.receive(deadline, "released", doing="release its memory")
@@ -567,7 +579,7 @@ class Engine(_Side):
             self._memory.wake(Part.REST)
             self._channel.send("awake", deadline)
             self._enter("generate")
-            return taken if keep else None
+            return taken
 
     def hand_over(self, *, deadline_seconds: float | None = None) -> None:
         """Releases this process's memory, and returns when the trainer is awake.
@@ -695,7 +707,7 @@ class Gathering:
         if not parameter.is_cuda:
             return nullcontext()
         if self._pool is None:
-            self._pool = MemPool(symmetric=False, reserve=self.bucket_bytes, device=device_index(parameter.device))
+            self._pool = MemPool(symmetric=False, reserve=self.bucket_bytes + self.bucket_bytes // 64, device=device_index(parameter.device))
         elif self._pool.phase is not Phase.AWAKE:
             self._pool.wake()
         return use_mem_pool(self._pool)
