@@ -451,9 +451,9 @@ class OnStub(unittest.TestCase):
             )
             for program in (trainer, engine)
         ]  # fmt: skip
-        for process in processes:
-            output, _ = process.communicate(timeout=90)
-            self.assertEqual(process.returncode, 0, output)
+        ended = [(process.communicate(timeout=90)[0], process.returncode) for process in processes]
+        for output, status in ended:
+            self.assertEqual(status, 0, output)
 
     TRAINER = """
 pool = MemPool(symmetric=False, tag="weights", device=0, conf=CONF)
@@ -463,7 +463,7 @@ pointers = [ours.allocate(size * MIB, pool=pool.id) for size in (3, 24, 1)]
 weights = {str(at): Tensor(pointer, size * MIB // 4) for at, (pointer, size) in enumerate(zip(pointers, (3, 24, 1)))}
 memory = colocate.Pools(weights=["weights"], rest=["optimizer"], device=0)
 """
-    CONFS = ("segments:fixed", "segments:expandable,chunk_mb:2", "segments:reserved,segment_mb:64")
+    CONFS = ("segments:fixed", "segments:expandable", "segments:reserved,segment_mb:64")
 
     def test_weights_of_pools_reach_the_engine_and_nothing_stays_in_its_turn(self) -> None:
         for conf in self.CONFS:
@@ -497,7 +497,7 @@ with Engine(folder, 0, 1, memory=Unmanaged(), device=0, view=view, deadline_seco
         assert imports() == 0, "the engine holds nothing of the trainer"
         side.hand_over()
 assert all(one == addresses[0] for one in addresses), addresses
-""")  # fmt: skip
+""", SYMMALLOC_CONF="chunk_mb:2")  # fmt: skip
 
     def test_kept_weights_are_the_trainers_memory(self) -> None:
         self.run_pair(f"CONF = {self.CONFS[0]!r}" + self.TRAINER + """
