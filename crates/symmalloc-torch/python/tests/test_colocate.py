@@ -608,5 +608,28 @@ assert [one.data_ptr() for _, one in own] == [one.data_ptr() for one in of.value
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
 
 
+@needs.torch
+class TheJob(unittest.TestCase):
+    """`benches/jobs/colocate.py` on the CPU: FSDP2 and an engine with tensor parallelism, in real processes."""
+
+    def job(self, *options: str) -> str:
+        done = subprocess.run(
+            [sys.executable, str(test_jobs.JOBS / "colocate.py"), "--device", "cpu", "--ranks", "2", "--deadline", "60", *options],
+            capture_output=True, text=True, timeout=300, env=os.environ | {"PYTHONPATH": needs.packages()},
+        )  # fmt: skip
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertNotIn("FAIL", done.stdout)
+        return done.stdout
+
+    def test_losses_and_tokens_equal_those_of_a_copy_through_files_without_ptrace(self) -> None:
+        output = self.job("--turns", "3", "--deny-ptrace")
+        for bar in ("losses equal to the reference", "tokens equal to the reference", "ptrace and pidfd_getfd are denied"):
+            self.assertRegex(output, f"PASS .*{bar}")
+
+    def test_a_killed_rank_is_named_by_all_others(self) -> None:
+        output = self.job("--kill", "engine:generate,trainer:wake")
+        self.assertEqual(output.count("3 of 3 name it"), 2, output)
+
+
 if __name__ == "__main__":
     unittest.main()
