@@ -53,6 +53,13 @@ MEMORIES = ("symmalloc", "torch_memory_saver", "cumem")
 TRAINER, ENGINE, REFERENCE = "trainer", "engine", "files"
 PHASES = [(TRAINER, phase) for phase in ("train", "release", "update", "sleep", "wait", "wake")]
 PHASES += [(ENGINE, phase) for phase in ("wait", "update", "wake", "generate", "sleep")]
+VLLM_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0", "VLLM_USE_DEEP_GEMM": "0",
+    "VLLM_DEEP_GEMM_WARMUP": "skip", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+}  # fmt: skip
+"""As in vllm_serve.py."""
 SKIPPED = 77
 """The exit status of a process whose memory library is unavailable here."""
 END_SECONDS = 5.0
@@ -297,11 +304,17 @@ class Process:
 
     def _memory_library(self) -> Any:
         memory, is_vllm = self.options.memory, self.options.engine == "vllm" and self.role == ENGINE
+        if is_vllm:
+            os.environ |= VLLM_ENVIRONMENT
         if memory == "symmalloc" and self.is_cuda:
             import symmalloc
 
             if is_vllm:
+                # This process is vLLM's worker, and uses CUDA before vLLM calls the plug-in.
+                from symmalloc import vllm as plug_in
+
                 os.environ["SYMMALLOC_VLLM"] = "sleep"
+                plug_in.register()
             else:
                 symmalloc.install("tag:private")
             return symmalloc
@@ -677,16 +690,6 @@ class VllmEngine:
         self.process, options = process, process.options
         self._seen: set[str] = set()
         process.connect()  # vLLM uses this process group
-        os.environ |= {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
-            "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0", "VLLM_USE_DEEP_GEMM": "0",
-            "VLLM_DEEP_GEMM_WARMUP": "skip", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-            "VLLM_LOGGING_STREAM": "ext://sys.stderr", "NCCL_GRAPH_REGISTER": "0",
-        }  # fmt: skip
-        if options.memory == "symmalloc":
-            from symmalloc import vllm as plug_in
-
-            plug_in.register()
         from vllm import LLM
 
         folder = process.folder / f"model.{process.rank}"

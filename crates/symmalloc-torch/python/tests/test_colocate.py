@@ -22,7 +22,8 @@ import needs
 import test_jobs
 from symmalloc import turn_peers
 from symmalloc.colocate import Engine, Layout, Part, Trainer, Unmanaged
-from symmalloc.errors import DeadlinePassed, Error, InvalidArgument, InvalidState, PeerDied, PeerFailed, StaleImport, UnequalLayouts, WrongPeer
+from symmalloc.errors import DeadlinePassed, InvalidArgument, InvalidState, PeerDied, PeerFailed, StaleImport, UnequalLayouts, WrongPeer
+from test_class import Compiled
 
 SECONDS = 20.0
 MANY = 100_000
@@ -606,6 +607,101 @@ assert adopt(own, given) == 3 and adopt(own, given) == 0
 assert [one.data_ptr() for _, one in own] == [one.data_ptr() for one in of.values()]
 """)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+
+
+@needs.torch
+@needs.device
+@needs.stand_ins
+class Tensors(Compiled):
+    """A real PyTorch on the stub of libcuda, where kernels compute nothing."""
+
+    BEGIN = """
+import ctypes, os, sys, torch, symmalloc
+symmalloc.install("tag:private")
+from symmalloc import colocate
+MIB, SECONDS = 1 << 20, 60.0
+folder, role = sys.argv[1], sys.argv[2]
+fill = lambda tensor, byte: ctypes.memset(tensor.data_ptr(), byte, tensor.nbytes)
+holds = lambda tensor, byte: set(ctypes.string_at(tensor.data_ptr(), tensor.nbytes)) == {byte}
+empty = lambda *shape: torch.empty(*shape, dtype=torch.bfloat16, device="cuda")
+"""
+    TRAINER = """
+class Mesh:
+    def size(self): return 2
+
+class Sharded:
+    # A parameter of FSDP2, as `Gathering` sees it.
+    is_cuda, device = True, torch.device("cuda:0")
+    device_mesh = Mesh()
+    def __init__(self, byte, *shape): self.byte, self.shape = byte, shape
+    def numel(self): return torch.Size(self.shape).numel()
+    def element_size(self): return 2
+    def detach(self): return self
+    def full_tensor(self):
+        whole = empty(*self.shape)
+        fill(whole, self.byte)
+        return whole
+
+with symmalloc.region(tag="weights", enable_cpu_backup=True):
+    plain = empty(3, MIB)
+with symmalloc.region(tag="optimizer", enable_cpu_backup=True):
+    state = empty(5, MIB)
+activations = empty(2, MIB)
+gathering = colocate.Gathering(8 * MIB)
+memory = colocate.Pools(weights=["weights"], rest=["optimizer", "private"])
+with colocate.Trainer(folder, 0, 1, memory=memory, deadline_seconds=SECONDS) as turns:
+    asleep = []
+    for turn in range(1, 4):
+        fill(plain, turn); fill(state, turn + 1); fill(activations, turn + 2)
+        named = [("plain", plain), *((str(at), Sharded(turn + 10 * at, 2, MIB)) for at in range(1, 4))]
+        update = turns.hand_over(gathering.buckets(named))
+        assert update.size_bytes == 2 * (3 + 2 + 2 + 2) * MIB, update
+        memory_now = symmalloc.device_memory(0)
+        assert memory_now.awake_bytes == 0, memory_now
+        asleep.append(memory_now)
+        turns.take(deadline_seconds=SECONDS)
+        assert holds(plain, turn) and holds(state, turn + 1) and holds(activations, turn + 2)
+    assert len(set(asleep)) == 1, asleep
+"""
+    ENGINE = """
+with symmalloc.region(tag="weights"):
+    own = {"plain": empty(3, MIB), "1": empty(2, MIB), "2": empty(2, MIB), "3": empty(2, MIB)}
+with symmalloc.region(tag="kv_cache"):
+    cache = empty(4, MIB)
+inputs = empty(1, MIB)
+fill(inputs, 9)
+memory = colocate.Pools(weights=["weights"], rest=["kv_cache", "private"])
+memory.sleep(colocate.Part.REST); memory.sleep(colocate.Part.WEIGHTS)
+groups, addresses = [], []
+with colocate.Engine(folder, 0, 1, memory=memory, deadline_seconds=SECONDS) as turns:
+    for turn in range(1, 4):
+        groups.append([])
+        def load(weights):
+            for name, tensor in weights.items():
+                assert tensor.dtype == torch.bfloat16 and tensor.device == torch.device("cuda:0") and tensor.is_contiguous()
+                assert tuple(tensor.shape) == tuple(own[name].shape), name
+                assert holds(tensor, turn + (0 if name == "plain" else 10 * int(name))), name
+                addresses.append((name, tensor.data_ptr()))
+            groups[-1].append(sorted(weights))
+            colocate.copy_into([(name, own[name]) for name in weights], weights)
+        turns.take(load, deadline_seconds=SECONDS)
+        assert holds(inputs, 9)
+        turns.hand_over()
+assert groups == [[["plain"], ["1", "2"], ["3"]]] * 3, groups
+assert len(set(addresses)) == 4, "the same addresses in every turn"
+"""
+
+    def test_parameters_and_gathered_groups_reach_the_engine_while_other_pools_sleep(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            program = f"import sys\nsys.argv[1:] = [{folder + '/turns'!r}, ROLE]\n"
+            done: dict[str, Any] = {}
+
+            def run(role: str, text: str) -> None:
+                done[role] = self.run_in(self.cache.name, program.replace("ROLE", repr(role)) + self.BEGIN + text)
+
+            together(lambda: run("trainer", self.TRAINER), lambda: run("engine", self.ENGINE))
+            for role, process in done.items():
+                self.assertEqual(process.returncode, 0, f"{role}: {process.stdout}{process.stderr}")
 
 
 @needs.torch
