@@ -121,7 +121,11 @@ def llama(config: Config, rank: int = 0, ranks: int = 1, reduce: Callable[[Any],
     class Attention(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.q_proj, self.k_proj, self.v_proj = linear(width, heads * head), linear(width, kv_heads * head), linear(width, kv_heads * head)
+            self.q_proj, self.k_proj, self.v_proj = (
+                linear(width, heads * head),
+                linear(width, kv_heads * head),
+                linear(width, kv_heads * head),
+            )
             self.o_proj = linear(heads * head, width)
 
         def forward(self, x: torch.Tensor, cache: torch.Tensor | None, place: torch.Tensor | None) -> torch.Tensor:
@@ -283,12 +287,18 @@ class Process:
         self.points: dict[str, list[int]] = {}
         self.turn = 0
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        os.environ |= {"RANK": str(self.rank), "WORLD_SIZE": str(self.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(options.port)}
+        os.environ |= {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(options.port),
+        }
         self.saver = self._memory_library()
         import torch
 
         self.torch = torch
-        torch.use_deterministic_algorithms(True)
+        # vLLM's kernels are not all on PyTorch's list, and it repeats its own tokens.
+        torch.use_deterministic_algorithms(self.role == TRAINER or options.engine == "plain")
         torch.utils.deterministic.fill_uninitialized_memory = False
         torch.manual_seed(1)
         torch.backends.cuda.enable_cudnn_sdp(False)  # its backward pass is not deterministic
@@ -333,7 +343,9 @@ class Process:
 
     def connect(self) -> None:
         """Creates the process group. gloo carries barriers."""
-        self.torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if self.is_cuda else "gloo", init_method="env://", rank=self.rank, world_size=self.ranks)
+        self.torch.distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if self.is_cuda else "gloo", init_method="env://", rank=self.rank, world_size=self.ranks
+        )
 
     def barrier(self) -> None:
         self.torch.distributed.all_reduce(self.torch.zeros(1))
@@ -374,7 +386,9 @@ class Process:
     def report(self, **figures: Any) -> None:
         if self.is_cuda:
             figures["reserved_mib_peak"] = self.torch.cuda.max_memory_reserved() // MIB
-        sys.stdout.write("\nfigures " + json.dumps({"role": self.role, "rank": self.rank, "points": self.points, **figures}) + "\n")
+        sys.stdout.write(
+            "\nfigures " + json.dumps({"role": self.role, "rank": self.rank, "points": self.points, **figures}) + "\n"
+        )
         sys.stdout.flush()
 
 
@@ -425,7 +439,9 @@ def train(process: Process) -> None:
 
         def steps() -> None:
             for _ in range(options.steps):
-                text = torch.randint(process.config.vocabulary, (process.ranks, 2, length + 1), generator=generator)[process.rank].to(process.device)
+                text = torch.randint(process.config.vocabulary, (process.ranks, 2, length + 1), generator=generator)[
+                    process.rank
+                ].to(process.device)
                 logits = model(text[:, :-1])
                 loss = F.cross_entropy(logits.flatten(0, 1).float(), text[:, 1:].flatten())
                 del logits
@@ -520,7 +536,14 @@ def gatherer(process: Process) -> Callable[[Iterable[tuple[str, Any]]], Iterator
                 continue
             copies = {}
             for name, tensor in bucket.items():
-                layout = colocate.Layout(0, 0, tensor.nbytes, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tuple(tensor.contiguous().stride()))
+                layout = colocate.Layout(
+                    0,
+                    0,
+                    tensor.nbytes,
+                    str(tensor.dtype).removeprefix("torch."),
+                    tuple(tensor.shape),
+                    tuple(tensor.contiguous().stride()),
+                )
                 if name not in kept:
                     kept[name] = host_tensor(layout, descriptors.allocate(tensor.nbytes))
                 copies[name] = kept[name].copy_(tensor)
@@ -718,7 +741,10 @@ class VllmEngine:
 
         count = self.process.options.tokens
         sampling = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
-        prompts = [TokensPrompt(prompt_token_ids=[(turn + at + 3) % 1000 + 3 for at in range(first, first + 8 + first)]) for first in range(8)]
+        prompts = [
+            TokensPrompt(prompt_token_ids=[(turn + at + 3) % 1000 + 3 for at in range(first, first + 8 + first)])
+            for first in range(8)
+        ]
         outputs = self.llm.generate(prompts, sampling, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
@@ -877,7 +903,13 @@ def launch(options: argparse.Namespace, memory: str, kill: str | None = None, tu
                     "--start-deadline", str(options.start_deadline), *(["--kill", kill] if kill else []),
                 ]  # fmt: skip
                 log = Path(folder) / f"{role}.{rank}.log"
-                started = subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT, env=environment(options, role, rank), start_new_session=True)
+                started = subprocess.Popen(
+                    command,
+                    stdout=log.open("w"),
+                    stderr=subprocess.STDOUT,
+                    env=environment(options, role, rank),
+                    start_new_session=True,
+                )
                 processes[f"{role} {rank}"] = (started, log)
         first_end = _wait_for_all(processes, options.limit)
         ended = time.monotonic()
@@ -950,12 +982,27 @@ def compare(options: argparse.Namespace) -> int:
     if reference is not None:
         for figure, role in (("losses", TRAINER), ("tokens", ENGINE)):
             pairs = list(zip(of(reference, role), of(run, role), strict=True))
-            bars.check(f"{memory}: {figure} equal to the reference", all(one[figure] == other[figure] for one, other in pairs), pairs[0][1][figure])
+            bars.check(
+                f"{memory}: {figure} equal to the reference",
+                all(one[figure] == other[figure] for one, other in pairs),
+                pairs[0][1][figure],
+            )
     points = {point: [one["points"][point] for one in trainers + engines if point in one["points"]] for point in POINTS}
     for point, of_ranks in points.items():
-        spread = max((max(values[STABLE_FROM - 1 :]) - min(values[STABLE_FROM - 1 :]) for values in of_ranks if len(values) >= STABLE_FROM), default=None)
+        spread = max(
+            (
+                max(values[STABLE_FROM - 1 :]) - min(values[STABLE_FROM - 1 :])
+                for values in of_ranks
+                if len(values) >= STABLE_FROM
+            ),
+            default=None,
+        )
         if spread is not None:
-            bars.check(f"{memory}: memory at `{point}` equal from turn {STABLE_FROM} to {options.turns}", spread <= STABLE_MIB, f"{spread} MiB apart")
+            bars.check(
+                f"{memory}: memory at `{point}` equal from turn {STABLE_FROM} to {options.turns}",
+                spread <= STABLE_MIB,
+                f"{spread} MiB apart",
+            )
     updates = [update for one in trainers for update in one["updates"][1:] or one["updates"]]
     turn_seconds = statistics.median(seconds for one in trainers for seconds in one["turn_seconds"][1:] or one["turn_seconds"])
     update_seconds = statistics.median(seconds for _, seconds, _ in updates)
@@ -965,12 +1012,20 @@ def compare(options: argparse.Namespace) -> int:
     if plain is not None:
         # With tensor parallelism, each engine copies its part.
         speed = min(one["loaded_bytes"] for one in engines) / load_seconds
-        bars.check(f"{memory}: weights loaded at half of a plain copy's bandwidth", speed >= plain / 2, f"{speed / 1e9:.0f} of {plain / 1e9:.0f} GB/s, {speed / plain:.2f}")
+        bars.check(
+            f"{memory}: weights loaded at half of a plain copy's bandwidth",
+            speed >= plain / 2,
+            f"{speed / 1e9:.0f} of {plain / 1e9:.0f} GB/s, {speed / plain:.2f}",
+        )
     asleep = max((values[-1] for values in points["both_asleep"]), default=0)
     rows = [("memory", memory), ("engine", options.engine), ("ranks", options.ranks), ("turns", options.turns), ("weights MiB", size_bytes // MIB),
             ("peak MiB", run.peak_mib), ("reference's peak MiB", reference.peak_mib if reference else ""), ("held while both sleep MiB", asleep),
             ("turn s", round(turn_seconds, 3)), ("weight update ms", round(update_seconds * 1000, 1)), ("of it hand-over and load ms", round(load_seconds * 1000, 1))]  # fmt: skip
-    rows += [(f"memory at {point} MiB", f"{values[0][STABLE_FROM - 1 :][:1]} to {values[0][-1]}") for point, values in points.items() if values]
+    rows += [
+        (f"memory at {point} MiB", f"{values[0][STABLE_FROM - 1 :][:1]} to {values[0][-1]}")
+        for point, values in points.items()
+        if values
+    ]
     for name, value in rows:
         print(f"| {name} | {value} |", flush=True)
     if options.deny_ptrace:
@@ -1031,7 +1086,13 @@ def deny_ptrace() -> None:
     load, jump_equal, give = 0x20, 0x15, 0x06
     allow, refuse = 0x7FFF0000, 0x00050000 | 1  # EPERM
     ptrace, pidfd_getfd = CALLS[os.uname().machine]
-    code = [(load, 0, 0, 0), (jump_equal, 1, 0, ptrace), (jump_equal, 0, 1, pidfd_getfd), (give, 0, 0, refuse), (give, 0, 0, allow)]
+    code = [
+        (load, 0, 0, 0),
+        (jump_equal, 1, 0, ptrace),
+        (jump_equal, 0, 1, pidfd_getfd),
+        (give, 0, 0, refuse),
+        (give, 0, 0, allow),
+    ]
     instructions = (Instruction * len(code))(*(Instruction(*one) for one in code))
     program = Program(len(code), instructions)
     libc = ctypes.CDLL(None, use_errno=True)
@@ -1071,7 +1132,9 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds for a run")
     parser.add_argument("--deny-ptrace", action="store_true")
     parser.add_argument("--no-reference", action="store_true", help="do not run the reference")
-    parser.add_argument("--kill", metavar="PHASES", help=f"all, or a list of {', '.join(f'{role}:{phase}' for role, phase in PHASES)}")
+    parser.add_argument(
+        "--kill", metavar="PHASES", help=f"all, or a list of {', '.join(f'{role}:{phase}' for role, phase in PHASES)}"
+    )
     parser.add_argument("--verbose", action="store_true", help="print what the processes print")
     for name in ("--role", "--folder"):
         parser.add_argument(name, help=argparse.SUPPRESS)

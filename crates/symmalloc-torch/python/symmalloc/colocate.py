@@ -102,7 +102,12 @@ class Pools:
     """
 
     def __init__(
-        self, weights: Iterable[str] = (), rest: Iterable[str] = (), *, keep: Iterable[str] | None = None, device: int | None = None
+        self,
+        weights: Iterable[str] = (),
+        rest: Iterable[str] = (),
+        *,
+        keep: Iterable[str] | None = None,
+        device: int | None = None,
     ) -> None:
         self._tags = {Part.WEIGHTS: _tags(weights), Part.REST: _tags(rest)}
         self._keep, self._device = None if keep is None else _tags(keep), device
@@ -157,7 +162,9 @@ class Weights(Mapping[str, Any]):
     sleep meanwhile, access raises `StaleImport`. A kernel that uses a tensor after that reads undefined contents or faults.
     """
 
-    def __init__(self, layouts: dict[str, Layout], addresses: list[int], page: StatePage, view: Callable[[Layout, int], Any]) -> None:
+    def __init__(
+        self, layouts: dict[str, Layout], addresses: list[int], page: StatePage, view: Callable[[Layout, int], Any]
+    ) -> None:
         self.layouts = layouts
         """The layout of each tensor."""
         self._addresses, self._page, self._view, self._is_mapped = addresses, page, view, True
@@ -228,7 +235,8 @@ class _Side:
         self._device = device_index(device) if descriptors is None else device or 0
         self._descriptors: Descriptors = CudaDescriptors(self._device) if descriptors is None else descriptors
         self._me = Member(self.role, rank, os.getpid())
-        self._on_phase, self._error, self._is_closed = on_phase, None, False
+        self._on_phase, self._is_closed = on_phase, False
+        self._error: Error | None = None
         deadline, path = Deadline(deadline_seconds), open_folder(folder)
         self._membership = Membership(path, self._me, ranks, deadline, on_death)
         try:
@@ -244,11 +252,21 @@ class _Side:
 
     def _greet(self, channel: Channel, deadline: Deadline, peer: Member) -> None:
         """Exchanges identities. Raises `WrongPeer`."""
-        channel.send("hello", deadline, role=self.role, rank=self.rank, ranks=self.ranks, pid=self._me.pid, device=self._descriptors.identity)
+        channel.send(
+            "hello",
+            deadline,
+            role=self.role,
+            rank=self.rank,
+            ranks=self.ranks,
+            pid=self._me.pid,
+            device=self._descriptors.identity,
+        )
         said, _ = channel.receive(deadline, "hello", doing="introduce itself")
         theirs = (said.get("role"), said.get("rank"), said.get("ranks"))
         if theirs != (peer.role, peer.rank, self.ranks):
-            raise WrongPeer(f"expected {peer} of {self.ranks}, found {theirs[0]} {theirs[1]} of {theirs[2]}: use one folder per job and machine")
+            raise WrongPeer(
+                f"expected {peer} of {self.ranks}, found {theirs[0]} {theirs[1]} of {theirs[2]}: use one folder per job and machine"
+            )
         if said.get("device") != self._descriptors.identity:
             raise WrongPeer(
                 f"{peer} uses the device {said.get('device')}, this process {self._descriptors.identity}: "
@@ -278,7 +296,9 @@ class _Side:
             yield
         except BaseException as error:
             cause = self._cause(error)
-            self._error = cause if isinstance(cause, Error) else PeerFailed(f"an earlier call failed: {type(error).__name__}: {error}")
+            self._error = (
+                cause if isinstance(cause, Error) else PeerFailed(f"an earlier call failed: {type(error).__name__}: {error}")
+            )
             with suppress(Error):
                 self._abandon()
             if cause is not error:
@@ -434,7 +454,9 @@ class Trainer(_Side):
             number += 1
         return Update(size_bytes, time.perf_counter() - begun, load_seconds)
 
-    def _offer(self, number: int, group: Mapping[str, Any], ranges: list[Range], page: StatePage) -> tuple[dict[str, Any], list[int]]:
+    def _offer(
+        self, number: int, group: Mapping[str, Any], ranges: list[Range], page: StatePage
+    ) -> tuple[dict[str, Any], list[int]]:
         """Returns the message and the descriptors for a group. Appends ranges that the engine does not have yet."""
         spans = {name: _span(name, tensor) for name, tensor in group.items()}
         chunks = sorted({chunk for address, size in spans.values() if size for chunk in self._descriptors.chunks(address, size)})
@@ -507,7 +529,9 @@ class Engine(_Side):
 
     role, first_phase = ENGINE, "wait"
 
-    def __init__(self, *arguments: Any, is_writable: bool = False, view: Callable[[Layout, int], Any] | None = None, **options: Any) -> None:
+    def __init__(
+        self, *arguments: Any, is_writable: bool = False, view: Callable[[Layout, int], Any] | None = None, **options: Any
+    ) -> None:
         self._is_writable, self._view = is_writable, view
         # The addresses that are reserved for the trainer's ranges. They stay reserved, so a range has the same address in every turn.
         self._reserved: dict[Range, int] = {}
@@ -562,7 +586,9 @@ class Engine(_Side):
                     break
                 if keep and taken is not None:
                     _close_all(descriptors)
-                    raise InvalidState("the trainer gave several groups of weights, of which keep=True needs one: give it a single mapping")
+                    raise InvalidState(
+                        "the trainer gave several groups of weights, of which keep=True needs one: give it a single mapping"
+                    )
                 taken = self._open(message, descriptors, deadline)
                 if load is not None:
                     load(taken)
@@ -613,7 +639,8 @@ class Engine(_Side):
             _close_all(descriptors)
         if "layouts" in message:
             self._layouts[message["number"]] = {
-                name: Layout(of, offset, size, dtype, tuple(shape), tuple(stride)) for name, of, offset, size, dtype, shape, stride in message["layouts"]
+                name: Layout(of, offset, size, dtype, tuple(shape), tuple(stride))
+                for name, of, offset, size, dtype, shape, stride in message["layouts"]
             }
         addresses = [self._reserved[one] for one in self._ranges]
         weights = Weights(self._layouts[message["number"]], addresses, self._page, self._tensor)
@@ -707,7 +734,9 @@ class Gathering:
         if not parameter.is_cuda:
             return nullcontext()
         if self._pool is None:
-            self._pool = MemPool(symmetric=False, reserve=self.bucket_bytes + self.bucket_bytes // 64, device=device_index(parameter.device))
+            self._pool = MemPool(
+                symmetric=False, reserve=self.bucket_bytes + self.bucket_bytes // 64, device=device_index(parameter.device)
+            )
         elif self._pool.phase is not Phase.AWAKE:
             self._pool.wake()
         return use_mem_pool(self._pool)
@@ -725,7 +754,9 @@ def adopt(parameters: Iterable[tuple[str, torch.Tensor]], weights: Weights) -> i
     for name, parameter in found:
         layout, own = _layout_of(name, weights), _layout(parameter, _span(name, parameter), None)
         if (layout.dtype, layout.shape, layout.stride) != (own.dtype, own.shape, own.stride):
-            raise UnequalLayouts(f"{name} is {own} in the engine and {layout} in the trainer: copy it (`copy_into`), or use one layout")
+            raise UnequalLayouts(
+                f"{name} is {own} in the engine and {layout} in the trainer: copy it (`copy_into`), or use one layout"
+            )
     moved = [(name, parameter) for name, parameter in found if parameter.data_ptr() != weights.address(name)]
     for name, parameter in moved:
         parameter.data = weights[name]
@@ -743,7 +774,9 @@ def copy_into(parameters: Iterable[tuple[str, torch.Tensor]], weights: Weights) 
     for name, parameter in parameters:
         layout = _layout_of(name, weights)
         if layout.shape != tuple(parameter.shape):
-            raise UnequalLayouts(f"{name} has the shape {list(parameter.shape)} in the engine and {list(layout.shape)} in the trainer")
+            raise UnequalLayouts(
+                f"{name} has the shape {list(parameter.shape)} in the engine and {list(layout.shape)} in the trainer"
+            )
         to.append(parameter)
         of.append(weights[name])
     with torch.no_grad():
@@ -806,7 +839,11 @@ def _torch_view(device: int) -> Callable[[Layout, int], Any]:
         dtype = getattr(torch, layout.dtype)
         if layout.size_bytes == 0:
             return torch.empty(layout.shape, dtype=dtype, device=f"cuda:{device}")
-        return torch.as_tensor(_Bytes(address, layout.size_bytes), device=f"cuda:{device}").view(dtype).as_strided(layout.shape, layout.stride)
+        return (
+            torch.as_tensor(_Bytes(address, layout.size_bytes), device=f"cuda:{device}")
+            .view(dtype)
+            .as_strided(layout.shape, layout.stride)
+        )
 
     return view
 

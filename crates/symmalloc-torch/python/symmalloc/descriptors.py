@@ -69,7 +69,10 @@ class CudaDescriptors:
         # Retained for the rest of the process, as by PyTorch.
         self._call("cuDevicePrimaryCtxRetain", byref(context), handle)
         self._context = context
-        granularity, properties = c_size_t(), _Properties(kind=1, handles=FILE_DESCRIPTOR, location=DEVICE_LOCATION, device=self._device)
+        granularity, properties = (
+            c_size_t(),
+            _Properties(kind=1, handles=FILE_DESCRIPTOR, location=DEVICE_LOCATION, device=self._device),
+        )
         self._call("cuMemGetAllocationGranularity", byref(granularity), byref(properties), 0)
         self._granule = granularity.value
         # The sizes of chunks that were found before, by their first byte. They are verified on every use.

@@ -84,7 +84,9 @@ def socket_path(folder: Path, name: str) -> str:
     """Returns the path of a socket. Raises `InvalidArgument` if the system does not support its length."""
     path = str(folder / name)
     if len(os.fsencode(path)) > PATH_BYTES:
-        raise InvalidArgument(f"{path} is longer than {PATH_BYTES} bytes, the limit for sockets: use a shorter folder, such as /run/JOB")
+        raise InvalidArgument(
+            f"{path} is longer than {PATH_BYTES} bytes, the limit for sockets: use a shorter folder, such as /run/JOB"
+        )
     return path
 
 
@@ -108,7 +110,9 @@ class Listener:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as why:
             os.close(self._lock)
-            raise InvalidState(f"another process listens at {self.path}: use a separate folder for each job on a machine") from why
+            raise InvalidState(
+                f"another process listens at {self.path}: use a separate folder for each job on a machine"
+            ) from why
         with suppress(FileNotFoundError):  # left by a process that was killed
             os.unlink(self.path)
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -209,7 +213,11 @@ class Channel:
         first = list(descriptors)
         while message:
             try:
-                sent = socket.send_fds(self.socket, [message], first, socket.MSG_NOSIGNAL) if first else self.socket.send(message, socket.MSG_NOSIGNAL)
+                sent = (
+                    socket.send_fds(self.socket, [message], first, socket.MSG_NOSIGNAL)
+                    if first
+                    else self.socket.send(message, socket.MSG_NOSIGNAL)
+                )
                 message, first = message[sent:], []
             except BlockingIOError:
                 self._wait(select.POLLOUT, deadline, "receive a message")
@@ -382,8 +390,8 @@ class Hub:
         elif kind == "phase":
             one.phase = str(said["phase"])
         elif kind == "failed":
-            member, one.member = one.member, None
-            self._tell("failed", of=str(member), phase=one.phase, why=str(said["why"]))
+            failed, one.member = one.member, None
+            self._tell("failed", of=str(failed), phase=one.phase, why=str(said["why"]))
         elif kind == "bye":
             self._forget(one)
 

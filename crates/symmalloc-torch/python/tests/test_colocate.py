@@ -22,7 +22,16 @@ import needs
 import test_jobs
 from symmalloc import turn_peers
 from symmalloc.colocate import Engine, Layout, Part, Trainer, Unmanaged
-from symmalloc.errors import DeadlinePassed, InvalidArgument, InvalidState, PeerDied, PeerFailed, StaleImport, UnequalLayouts, WrongPeer
+from symmalloc.errors import (
+    DeadlinePassed,
+    InvalidArgument,
+    InvalidState,
+    PeerDied,
+    PeerFailed,
+    StaleImport,
+    UnequalLayouts,
+    WrongPeer,
+)
 from test_class import Compiled
 
 SECONDS = 20.0
@@ -72,15 +81,20 @@ def holds(pointer, byte, size):
     return set(ctypes.string_at(pointer, size)) == {{byte}}
 """
 
-ON_STUB = SHARED + """
+ON_STUB = (
+    SHARED
+    + """
 import symmalloc
 from symmalloc import MemPool, state, use_mem_pool
 state.installed_with = (None, None, True)
 ours = symmalloc.Allocator.shared(0)
 MIB = 1 << 20
 """
+)
 
-ON_HOST = SHARED + f"""
+ON_HOST = (
+    SHARED
+    + f"""
 import importlib.util
 spec = importlib.util.spec_from_file_location("job", {str(test_jobs.JOBS / "colocate.py")!r})
 job = importlib.util.module_from_spec(spec)
@@ -97,8 +111,11 @@ def on_phase(phase):
 options = dict(memory=Unmanaged(), device=0, descriptors=host, deadline_seconds=float(os.environ.get("DEADLINE", SECONDS)), on_phase=on_phase)
 rank, ranks, turns = int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 """
+)
 
-TRAINS = ON_HOST + """
+TRAINS = (
+    ON_HOST
+    + """
 weights = {"w": Tensor(host.allocate(8192), 2048), "b": Tensor(host.allocate(4096), 16)}
 with Trainer(folder, rank, ranks, **options) as side:
     for turn in range(turns):
@@ -107,8 +124,11 @@ with Trainer(folder, rank, ranks, **options) as side:
         side.take(deadline_seconds=options["deadline_seconds"])
 print("done")
 """
+)
 
-SERVES = ON_HOST + """
+SERVES = (
+    ON_HOST
+    + """
 addresses = set()
 with Engine(folder, rank, ranks, view=view, **options) as side:
     for turn in range(turns):
@@ -122,6 +142,7 @@ with Engine(folder, rank, ranks, view=view, **options) as side:
 assert len(addresses) == 1, "the same address in every turn"
 print("done")
 """
+)
 
 
 class Job:
@@ -164,7 +185,10 @@ class Turns(unittest.TestCase):
         self.assertEqual([path.name for path in Path(self.folder).iterdir()], [], "no socket stays")
 
     def test_a_process_killed_in_any_phase_is_named_by_all_others(self) -> None:
-        for role, phases in (("trainer", ("release", "update", "sleep", "wait", "wake")), ("engine", ("update", "wake", "generate", "sleep"))):
+        for role, phases in (
+            ("trainer", ("release", "update", "sleep", "wait", "wake")),
+            ("engine", ("update", "wake", "generate", "sleep")),
+        ):
             for phase in phases:
                 with self.subTest(role=role, phase=phase):
                     begun = time.monotonic()
@@ -221,11 +245,17 @@ class Turns(unittest.TestCase):
         first, second = socket.socketpair()
         self.addCleanup(first.close)
         self.addCleanup(second.close)
-        with mock.patch.object(turn_peers.os, "geteuid", lambda: os.getuid() + 1), self.assertRaisesRegex(WrongPeer, f"belongs to user {os.getuid()}"):
+        with (
+            mock.patch.object(turn_peers.os, "geteuid", lambda: os.getuid() + 1),
+            self.assertRaisesRegex(WrongPeer, f"belongs to user {os.getuid()}"),
+        ):
             turn_peers.check_user(first, "/run/job/turns")
 
     def test_another_device_or_number_of_ranks_is_the_wrong_peer(self) -> None:
-        with self.assertRaisesRegex(WrongPeer, "give equal ranks of trainer and engine the same device"), pair(self.folder, engine=Host("another")):
+        with (
+            self.assertRaisesRegex(WrongPeer, "give equal ranks of trainer and engine the same device"),
+            pair(self.folder, engine=Host("another")),
+        ):
             pass
 
     def test_the_message_of_another_program_is_the_wrong_peer(self) -> None:
@@ -261,7 +291,9 @@ class Turns(unittest.TestCase):
             tensor = Tensor(host.allocate(4096), 8)
             told, raised = together(lambda: trainer.hand_over({"w": tensor}), lambda: engine.take(load, deadline_seconds=5.0))
             self.assertIsInstance(raised, UnequalLayouts)
-            self.assertRegex(str(told), r"engine 0 \(pid \d+\) failed in the phase `update`: UnequalLayouts: lm_head.weight differs")
+            self.assertRegex(
+                str(told), r"engine 0 \(pid \d+\) failed in the phase `update`: UnequalLayouts: lm_head.weight differs"
+            )
             self.assertIsInstance(told, PeerFailed)
             self.assertEqual(engine._descriptors.maps, 0, "nothing stays mapped")
             with self.assertRaises(PeerFailed):
@@ -282,9 +314,12 @@ class Turns(unittest.TestCase):
 
         with pair(self.folder, memories=(Noted("trainer"), Noted("engine"))) as (trainer, engine):
             tensor = Tensor(trainer._descriptors.allocate(4096), 8)
-            together(lambda: trainer.hand_over({"w": tensor}), lambda: engine.take(lambda _: log.append("load"), deadline_seconds=5.0))
+            together(
+                lambda: trainer.hand_over({"w": tensor}), lambda: engine.take(lambda _: log.append("load"), deadline_seconds=5.0)
+            )
             self.assertEqual(
-                log, ["trainer releases rest", "engine restores weights", "load", "trainer releases weights", "engine restores rest"]
+                log,
+                ["trainer releases rest", "engine restores weights", "load", "trainer releases weights", "engine restores rest"],
             )
             log.clear()
             together(trainer.take, engine.hand_over)
@@ -298,7 +333,11 @@ class Turns(unittest.TestCase):
             taken: list[Any] = []
             for _ in range(2):
                 self.assertEqual(
-                    together(lambda: trainer.hand_over({"w": tensor}), lambda: taken.append(engine.take(keep=True, deadline_seconds=5.0))), [None, None]
+                    together(
+                        lambda: trainer.hand_over({"w": tensor}),
+                        lambda: taken.append(engine.take(keep=True, deadline_seconds=5.0)),
+                    ),
+                    [None, None],
                 )
                 weights = taken[-1]
                 ctypes.memset(tensor.data_ptr(), 9, 32)
@@ -342,7 +381,9 @@ class Turns(unittest.TestCase):
                 os.waitpid(child, 0)
 
     def test_turns_need_no_right_to_call_ptrace(self) -> None:
-        program = ON_HOST.replace("rank, ranks, turns = ", "_ = ") + """
+        program = (
+            ON_HOST.replace("rank, ranks, turns = ", "_ = ")
+            + """
 job.deny_ptrace()
 assert job.is_denied()
 import test_colocate, unittest
@@ -350,8 +391,13 @@ done = unittest.TestResult()
 test_colocate.Turns("test_the_engine_reads_the_trainers_bytes_of_each_turn_at_one_address").run(done)
 assert done.testsRun == 1 and done.wasSuccessful() and not done.skipped, done.failures + done.errors
 """
+        )
         done = subprocess.run(
-            [sys.executable, "-c", program, self.folder, "0", "1", "1"], capture_output=True, text=True, timeout=120, env=os.environ
+            [sys.executable, "-c", program, self.folder, "0", "1", "1"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=os.environ,
         )
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
 
@@ -404,7 +450,7 @@ def together(*acts: Callable[[], Any]) -> list[BaseException | None]:
     return errors
 
 
-class pair:  # noqa: N801
+class pair:
     """A trainer and an engine in this process."""
 
     def __init__(self, folder: str, *, engine: Host | None = None, memories: tuple[Any, Any] | None = None) -> None:
@@ -418,7 +464,9 @@ class pair:  # noqa: N801
             sides["trainer"] = Trainer(folder, 0, 1, memory=memory[0], descriptors=Host(), deadline_seconds=5.0)
 
         def start_engine() -> None:
-            sides["engine"] = Engine(folder, 0, 1, memory=memory[1], descriptors=engine or Host(), view=view, deadline_seconds=5.0)
+            sides["engine"] = Engine(
+                folder, 0, 1, memory=memory[1], descriptors=engine or Host(), view=view, deadline_seconds=5.0
+            )
 
         errors = together(start_trainer, start_engine)
         self._sides = sides
@@ -541,7 +589,9 @@ with Engine(folder, 0, 1, memory=Unmanaged(), device=0, view=view, deadline_seco
 """)  # fmt: skip
 
     def test_memory_without_a_handle_and_sharded_tensors_are_errors(self) -> None:
-        done = needs.process(SHARED.replace("sys.argv[1]", "''") + """
+        done = needs.process(
+            SHARED.replace("sys.argv[1]", "''")
+            + """
 from symmalloc.descriptors import CudaDescriptors
 descriptors = CudaDescriptors(0)
 pointer = ctypes.c_uint64()
@@ -550,16 +600,21 @@ raises(InvalidArgument, "allocate it in a pool of symmalloc", lambda: descriptor
 class Sharded(Tensor):
     def full_tensor(self): ...
 raises(InvalidArgument, "w is sharded", lambda: colocate._span("w", Sharded(0, 8)))
-""")
+"""
+        )
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
 
     def test_a_kill_in_the_update_leaves_no_import_in_the_engine(self) -> None:
-        trainer = f"CONF = {self.CONFS[0]!r}" + self.TRAINER + """
+        trainer = (
+            f"CONF = {self.CONFS[0]!r}"
+            + self.TRAINER
+            + """
 def die():
     yield weights
     os.kill(os.getpid(), signal.SIGKILL)
 Trainer(folder, 0, 1, memory=memory, device=0, deadline_seconds=SECONDS).hand_over(die())
 """
+        )
         engine = """
 imports = ctypes.CDLL("libcuda.so.1").stub_imports
 side = Engine(folder, 0, 1, memory=Unmanaged(), device=0, view=view, deadline_seconds=SECONDS)
@@ -569,7 +624,10 @@ assert seen[0] > 0 and imports() == 0, (seen, imports())
 """
         processes = [
             subprocess.Popen(
-                [sys.executable, "-c", textwrap.dedent(ON_STUB + program), self.folder], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                [sys.executable, "-c", textwrap.dedent(ON_STUB + program), self.folder],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
             )
             for program in (trainer, engine)
         ]
@@ -584,7 +642,9 @@ class Parameters(unittest.TestCase):
     """Parameters of PyTorch's modules, on the CPU."""
 
     def test_unequal_layouts_name_the_parameter_and_change_nothing(self) -> None:
-        done = needs.process(SHARED.replace("sys.argv[1]", "''") + """
+        done = needs.process(
+            SHARED.replace("sys.argv[1]", "''")
+            + """
 import torch
 from symmalloc.colocate import Layout, Weights, adopt, copy_into
 from symmalloc.descriptors import StatePage
@@ -605,7 +665,8 @@ assert own[1][1].tolist() == [2.0] * 4 and own[0][1].tolist() == of["a"].tolist(
 given = weights()
 assert adopt(own, given) == 3 and adopt(own, given) == 0
 assert [one.data_ptr() for _, one in own] == [one.data_ptr() for one in of.values()]
-""")
+"""
+        )
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
 
 
