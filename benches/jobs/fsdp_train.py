@@ -123,6 +123,7 @@ def main() -> None:
         optimizer.zero_grad(set_to_none=True)
         if statistics is not None:
             torch.cuda.current_stream().wait_stream(statistics)
+            watched.record_stream(torch.cuda.current_stream())
         if job.allocator in OURS and is_cuda:
             import symmalloc
 
