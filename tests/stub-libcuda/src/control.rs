@@ -26,6 +26,27 @@ pub unsafe extern "C" fn stub_fail_elsewhere(name: *const c_char, nth: u64, code
     with(|state| state.fail(name, nth, Code(code), Some(this)));
 }
 
+/// Makes one call in `one_in` fail with `code`, on average, whatever its name. The seed determines which calls.
+#[unsafe(no_mangle)]
+pub extern "C" fn stub_fail_by_chance(one_in: u64, seed: u64, code: c_int) {
+    with(|state| state.fail_by_chance(one_in, seed, Code(code)));
+}
+
+/// Writes the names of the calls that have failed by chance since the last [`stub_fail_by_chance`], each followed by a line feed, and
+/// returns their length in bytes. Writes nothing if the capacity is too small.
+///
+/// # Safety
+/// `to` must be valid for writing `capacity` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn stub_failed_by_chance(to: *mut u8, capacity: usize) -> usize {
+    let names: String = with(|state| state.failed_by_chance().iter().map(|name| format!("{name}\n")).collect());
+    if names.len() <= capacity {
+        // SAFETY: guaranteed by the caller.
+        unsafe { to.copy_from_nonoverlapping(names.as_ptr(), names.len()) };
+    }
+    names.len()
+}
+
 /// Reserves every address range elsewhere than at its hint if `moves` is not 0, as a driver may.
 #[unsafe(no_mangle)]
 pub extern "C" fn stub_move_hints(moves: c_int) {

@@ -13,6 +13,8 @@
 //! | `STUB_TRAMPOLINES` | environment: `cuGetProcAddress` returns different addresses from those of the exported calls |
 //! | `stub_fail(call, nth, code)` | makes the n-th call from now on fail once; n = 0: every call |
 //! | `stub_fail_elsewhere(call, nth, code)` | the same, except for calls of this thread |
+//! | `stub_fail_by_chance(one_in, seed, code)` | makes one call in `one_in` fail, on average |
+//! | `stub_failed_by_chance(to, capacity)` | the names of the calls that failed by chance |
 //! | `stub_advance(stream)` | runs the work of a stream until something blocks it; 1 if all of it has taken effect |
 //! | `stub_heal()` | removes all faults |
 //! | `stub_pause(call, nth)`, `stub_is_paused()`, `stub_resume()` | pauses the n-th call from now on after its effect; see `pause.rs` |

@@ -184,6 +184,29 @@ struct Fault {
     spares: Option<ThreadId>,
 }
 
+/// Calls of any name that fail by chance.
+#[derive(Debug)]
+struct Chance {
+    /// One call in this many fails, on average.
+    one_in: u64,
+    /// State of the random numbers (SplitMix64).
+    random: u64,
+    code: Code,
+    /// Names of the calls that failed.
+    failed: Vec<&'static str>,
+}
+
+impl Chance {
+    /// Returns `true` if the next call fails.
+    fn strikes(&mut self) -> bool {
+        self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.random;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (mixed ^ (mixed >> 31)) % self.one_in == 0
+    }
+}
+
 /// A memory pool.
 #[derive(Clone, Copy, Debug)]
 pub struct Pool {
@@ -252,6 +275,7 @@ pub struct State {
     /// Guarded memory: base and size by guard.
     pub guards: BTreeMap<u64, (u64, u64)>,
     faults: Vec<Fault>,
+    chance: Option<Chance>,
     next_handle: u64,
 }
 
@@ -313,6 +337,7 @@ impl State {
             log: None,
             guards: BTreeMap::new(),
             faults: Vec::new(),
+            chance: None,
             next_handle: FIRST_HANDLE,
         }
     }
@@ -329,7 +354,7 @@ impl State {
             fault.left -= u64::from(fault.left > 1);
             strikes
         });
-        let Some(index) = struck else { return Ok(()) };
+        let Some(index) = struck else { return self.enter_by_chance(name) };
         let code = self.faults[index].code;
         if self.faults[index].left == 1 {
             self.faults.remove(index);
@@ -342,9 +367,30 @@ impl State {
         self.faults.push(Fault { call, left: nth, code, spares });
     }
 
+    /// Returns an error if the call fails by chance.
+    fn enter_by_chance(&mut self, name: &'static str) -> Result<(), Code> {
+        let Some(chance) = &mut self.chance else { return Ok(()) };
+        if !chance.strikes() {
+            return Ok(());
+        }
+        chance.failed.push(name);
+        Err(chance.code)
+    }
+
+    /// Makes calls of any name fail by chance; see `stub_fail_by_chance`.
+    pub fn fail_by_chance(&mut self, one_in: u64, seed: u64, code: Code) {
+        self.chance = Some(Chance { one_in: one_in.max(1), random: seed, code, failed: Vec::new() });
+    }
+
+    /// Returns the names of the calls that have failed by chance since the last `stub_fail_by_chance`.
+    pub fn failed_by_chance(&self) -> &[&'static str] {
+        self.chance.as_ref().map_or(&[], |chance| &chance.failed)
+    }
+
     /// Removes all faults; see `stub_heal`.
     pub fn heal(&mut self) {
         self.faults.clear();
+        self.chance = None;
     }
 
     /// Returns the duration of a call.

@@ -31,6 +31,22 @@ pub fn fail_elsewhere(call: &str, nth: u64, code: i32) {
     unsafe { control::<Fail>("stub_fail_elsewhere")(call.as_ptr(), nth, code) };
 }
 
+/// Makes one call in `one_in` fail, on average, whatever its name. The seed determines which calls.
+pub fn fail_by_chance(one_in: u64, seed: u64, code: i32) {
+    // SAFETY: the symbol has this type.
+    unsafe { control::<unsafe extern "C" fn(u64, u64, c_int)>("stub_fail_by_chance")(one_in, seed, code) };
+}
+
+/// Returns the names of the calls that have failed by chance since the last [`fail_by_chance`], oldest first.
+pub fn failed_by_chance() -> Vec<String> {
+    type Names = unsafe extern "C" fn(*mut u8, usize) -> usize;
+    let mut names = vec![0; 1 << 16];
+    // SAFETY: the symbol has this type, and the buffer has this length.
+    let len = unsafe { control::<Names>("stub_failed_by_chance")(names.as_mut_ptr(), names.len()) };
+    let text = std::str::from_utf8(&names[..len]).expect("the names of calls are ASCII");
+    text.lines().map(str::to_owned).collect()
+}
+
 /// Makes the driver return other addresses than the hint of a reservation, or grant hints again.
 pub fn move_hints(moves: bool) {
     // SAFETY: the symbol has this type.
