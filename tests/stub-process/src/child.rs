@@ -53,7 +53,22 @@ impl Running {
         Running { child, stdout, stderr, begun: Instant::now() }
     }
 
-    /// Waits until the process ends, and kills it at the limit.
+    /// Returns the id of the process.
+    pub(crate) fn id(&self) -> i32 {
+        self.child.id() as i32
+    }
+
+    /// Returns the time since the process started.
+    pub(crate) fn age(&self) -> Duration {
+        self.begun.elapsed()
+    }
+
+    /// Returns `true` if the process has not ended.
+    pub(crate) fn is_running(&mut self) -> bool {
+        self.child.try_wait().expect("a child").is_none()
+    }
+
+    /// Waits until the process ends, and kills it when its age exceeds the limit.
     pub(crate) fn wait(mut self, limit: Duration) -> Ended {
         let mut is_late = false;
         let status = loop {

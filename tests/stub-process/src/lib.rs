@@ -26,7 +26,7 @@ pub use captures::{Captured, while_captured};
 pub use child::in_child;
 pub use library::Library;
 pub use machines::{ADDRESSES, Machines, Quality};
-pub use ranks::{RankOutput, ranks, ranks_of_machines};
+pub use ranks::{RankOutput, RankProcess, ranks, ranks_of_machines, this_rank};
 pub use refusal::refuse_threads;
 pub use steady::{descriptors, difference, keeps_no_host_memory, steady};
 pub use sweep::{Repeatable, sweep};

@@ -4,7 +4,7 @@ use crate::alone;
 use crate::child::{self, Running};
 use crate::machines::{ADDRESSES, Machines};
 use std::process::Command;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 const RANK: &str = "SYMMALLOC_STUB_RANK";
 
@@ -72,6 +72,56 @@ pub fn ranks_of_machines(
     Some(await_all((0..count).map(start_there).collect(), || conduct(&machines)))
 }
 
+/// A rank's process that a test started, and may signal. Dropping it leaves the process running until the test ends.
+pub struct RankProcess {
+    rank: usize,
+    running: Running,
+}
+
+impl RankProcess {
+    /// Starts a process in which [`this_rank`] returns `rank`, inside a test on the stubs. `options` are added to the environment of the
+    /// test.
+    ///
+    /// # Panics
+    /// Panics if the process cannot be started.
+    pub fn start(rank: usize, options: &[(&str, &str)]) -> Self {
+        RankProcess { rank, running: start(rank, options, |_| ()) }
+    }
+
+    /// Returns the id of the process.
+    pub fn id(&self) -> i32 {
+        self.running.id()
+    }
+
+    /// Sends a signal to the process.
+    ///
+    /// # Panics
+    /// Panics if the process has ended.
+    pub fn signal(&self, signal: i32) {
+        // SAFETY: the call only signals a child that has not been waited for.
+        assert_eq!(unsafe { libc::kill(self.id(), signal) }, 0, "rank {} has ended", self.rank);
+    }
+
+    /// Returns `true` if the process has not ended.
+    ///
+    /// # Panics
+    /// Panics if the system does not know the process.
+    pub fn is_running(&mut self) -> bool {
+        self.running.is_running()
+    }
+
+    /// Waits until the process ends, and kills it after this time.
+    pub fn wait(self, limit: Duration) -> RankOutput {
+        let limit = self.running.age() + limit;
+        output_of(self.rank, self.running, limit)
+    }
+}
+
+/// Returns the rank of this process; `None` in the process of the test itself.
+pub fn this_rank() -> Option<usize> {
+    std::env::var(RANK).ok().map(|rank| rank.parse().expect("it should be a number"))
+}
+
 /// Starts the test again as a rank.
 fn start(rank: usize, options: &[(&str, &str)], prepare: impl FnOnce(&mut Command)) -> Running {
     let mut command = alone(&std::env::var(crate::MARK).expect("in a test on the stubs"));
@@ -82,20 +132,23 @@ fn start(rank: usize, options: &[(&str, &str)], prepare: impl FnOnce(&mut Comman
 /// Waits for all ranks, and calls `conduct` meanwhile.
 fn await_all(children: Vec<Running>, conduct: impl FnOnce()) -> Vec<RankOutput> {
     let limit = child::limit() / 2;
-    let wait = |(rank, child): (usize, Running)| {
-        let child::Ended { status, stdout, stderr, is_late } = child.wait(limit);
-        let late = if is_late { format!("\nLATE killed after {limit:?}\n") } else { String::new() };
-        RankOutput {
-            rank,
-            is_success: status.success(),
-            code: status.code(),
-            text: stdout + &stderr + &late,
-            ended: SystemTime::now(),
-        }
-    };
+    let wait = |(rank, child): (usize, Running)| output_of(rank, child, limit);
     std::thread::scope(|scope| {
         let waits: Vec<_> = children.into_iter().enumerate().map(|child| scope.spawn(|| wait(child))).collect();
         conduct();
         waits.into_iter().map(|wait| wait.join().expect("the thread should not panic")).collect()
     })
+}
+
+/// Waits until a rank's process ends, and kills it at the limit.
+fn output_of(rank: usize, child: Running, limit: Duration) -> RankOutput {
+    let child::Ended { status, stdout, stderr, is_late } = child.wait(limit);
+    let late = if is_late { format!("\nLATE killed after {limit:?}\n") } else { String::new() };
+    RankOutput {
+        rank,
+        is_success: status.success(),
+        code: status.code(),
+        text: stdout + &stderr + &late,
+        ended: SystemTime::now(),
+    }
 }
