@@ -116,7 +116,12 @@ pub struct Member {
     changed: Condvar,
 }
 
+/// Number of ended communicators whose tombstones remain. Calls on a communicator that ended before these are calls on an unknown one.
+const TOMBSTONES_MAX: usize = 64;
+
 static MEMBERS: Mutex<BTreeMap<u64, Arc<Member>>> = Mutex::new(BTreeMap::new());
+/// Handles of the tombstones, oldest first.
+static TOMBSTONES: Mutex<VecDeque<u64>> = Mutex::new(VecDeque::new());
 static NEXT: AtomicU64 = AtomicU64::new(1);
 
 fn members() -> MutexGuard<'static, BTreeMap<u64, Arc<Member>>> {
@@ -331,6 +336,20 @@ impl Member {
         self.lock().windows.forget();
         self.send(ToJob::Leave);
         queue.iter().for_each(streams::cancel);
+        self.bury();
+    }
+
+    /// Adds this communicator to the tombstones, and removes the oldest one, unless it leaked memory.
+    fn bury(&self) {
+        let mut tombstones = TOMBSTONES.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.lock().windows.counts() != [0; 4] {
+            return;
+        }
+        tombstones.push_back(self.handle);
+        if tombstones.len() > TOMBSTONES_MAX {
+            let oldest = tombstones.pop_front().expect("the list is not empty");
+            members().remove(&oldest);
+        }
     }
 
     /// Revokes the communicator, like `ncclCommRevoke`: pending work ends without effect, even if a thread is inside a call.
