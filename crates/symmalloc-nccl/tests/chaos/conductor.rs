@@ -71,7 +71,10 @@ const SLOPES_SECONDS_LEAST: u64 = 1200;
 pub(crate) fn conduct() {
     let (seconds, count) = (number("SYMMALLOC_SOAK_SECONDS", 0), number("SYMMALLOC_CHAOS_EVENTS", 1));
     let mut conductor = Conductor::new();
-    let mut events: Vec<Event> = (0..count).flat_map(|_| EVENTS).collect();
+    let kinds = std::env::var("SYMMALLOC_CHAOS_KINDS").ok();
+    let is_chosen =
+        |event: &Event| kinds.as_ref().is_none_or(|kinds| kinds.split(',').any(|kind| kind == format!("{event:?}")));
+    let mut events: Vec<Event> = (0..count).flat_map(|_| EVENTS).filter(is_chosen).collect();
     // A shuffle, so that events follow each other in every order.
     for at in (1..events.len()).rev() {
         events.swap(at, conductor.random.below(at as u64 + 1) as usize);
