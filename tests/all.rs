@@ -10,6 +10,7 @@ mod debugging;
 mod digests;
 mod exhaustive;
 mod faults;
+mod formats;
 mod golden;
 mod groups;
 mod layout;
