@@ -339,16 +339,15 @@ impl Member {
         self.bury();
     }
 
-    /// Adds this communicator to the tombstones, and removes the oldest one, unless it leaked memory.
+    /// Adds this communicator to the tombstones. Removes the oldest one, unless memory of its windows is still in use or leaked.
     fn bury(&self) {
         let mut tombstones = TOMBSTONES.lock().unwrap_or_else(PoisonError::into_inner);
-        if self.lock().windows.counts() != [0; 4] {
-            return;
-        }
         tombstones.push_back(self.handle);
         if tombstones.len() > TOMBSTONES_MAX {
             let oldest = tombstones.pop_front().expect("the list is not empty");
-            members().remove(&oldest);
+            if find(oldest).is_some_and(|member| member.lock().windows.counts() == [0; 4]) {
+                members().remove(&oldest);
+            }
         }
     }
 
