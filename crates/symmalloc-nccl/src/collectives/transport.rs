@@ -15,7 +15,7 @@
 use crate::backoff::Backoff;
 use crate::communicator::error::CommError;
 use crate::communicator::submission::{Buffers, Elements};
-use crate::communicator::{Communicator, Stage};
+use crate::communicator::{CommState, Communicator, Stage};
 use crate::ffi::driver::refused;
 use crate::ffi::operation::{DataType, NcclCall};
 use crate::watchdog::keyed;
@@ -31,6 +31,9 @@ use symmalloc_watchdog::Tick;
 /// Time after which a wait also polls NCCL for lost ranks.
 const ASK_NCCL_AFTER: Duration = Duration::from_millis(5);
 
+/// Time in which the stream of an aborted communicator must have completed for its memory to be released.
+const ENDS_WITHIN: Duration = Duration::from_millis(100);
+
 /// Size of the seal after each message in bytes, see [`seal`].
 const SEAL_BYTES: usize = size_of::<u64>();
 
@@ -41,10 +44,13 @@ const SEAL_BYTES: usize = size_of::<u64>();
 /// [`TransportError::Overdue`] if the missing rank is unknown.
 pub struct NcclTransport {
     comm: Communicator,
+    /// `None` after an error, because the device may still write to them.
     staging: Mutex<Option<Staging>>,
+    /// The resources after an error, until the transport is dropped.
+    abandoned: Mutex<Option<Staging>>,
 }
 
-/// The resources of an all-gather. `None` after an abandoned wait, because the device may still write to them.
+/// The resources of an all-gather.
 struct Staging {
     stream: Arc<CudaStream>,
     event: CudaEvent,
@@ -67,7 +73,8 @@ impl NcclTransport {
         let event = device.context().new_event(None).map_err(refused("cuEventCreate"))?;
         let memory = PinnedAllocator::pinned(device, Config::default())?;
         let messages = memory.alloc_host_zeroed((64 + SEAL_BYTES) * comm.ranks() as usize)?;
-        Ok(NcclTransport { comm: comm.clone(), staging: Mutex::new(Some(Staging { stream, event, memory, messages })) })
+        let staging = Mutex::new(Some(Staging { stream, event, memory, messages }));
+        Ok(NcclTransport { comm: comm.clone(), staging, abandoned: Mutex::default() })
     }
 
     /// Returns the communicator.
@@ -160,11 +167,46 @@ impl Transport for NcclTransport {
         let mut slot = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(staging) = slot.as_mut() else { return Err(TransportError::Closed) };
         self.gather(staging, message).map_err(|error| {
-            // A kernel may still access the memory, so it is leaked.
-            std::mem::forget(slot.take());
+            // A kernel may still access the memory.
+            *self.abandoned.lock().unwrap_or_else(PoisonError::into_inner) = slot.take();
             tracing::warn!(name: "transport.failed", target: "symmalloc", communicator = self.comm.name(), %error);
             transport_error(&error)
         })
+    }
+}
+
+impl NcclTransport {
+    /// Returns `true` if no kernel can access the memory any more: the communicator is aborted, and the stream's work has completed.
+    fn is_unused(&self, staging: &Staging) -> bool {
+        if self.comm.state() != CommState::Aborted || symmalloc_files::is_forked() {
+            return false;
+        }
+        let Ok(_current) = self.comm.device().enter() else { return false };
+        let _relaxed = self.comm.device().relax_capture();
+        // The error may have prevented the record after the collective.
+        if staging.event.record(&staging.stream).is_err() {
+            return false;
+        }
+        let backoff = Backoff::new(ENDS_WITHIN);
+        loop {
+            match staging.event.try_is_complete() {
+                Ok(true) => return true,
+                Ok(false) if backoff.pause() => {}
+                _ => return false,
+            }
+        }
+    }
+}
+
+impl Drop for NcclTransport {
+    /// Leaks the memory of an all-gather that failed if a kernel may still access it.
+    fn drop(&mut self) {
+        let abandoned = self.abandoned.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(staging) = abandoned
+            && !self.is_unused(&staging)
+        {
+            std::mem::forget(staging);
+        }
     }
 }
 

@@ -22,7 +22,7 @@ const FIGURES: [&str; COUNT] = [
     "communicators, windows and sockets of NCCL",
 ];
 /// Samples in the first seconds of a process are not used.
-const WARM_UP_SECONDS: f64 = 60.0;
+const WARM_UP_SECONDS: f64 = 120.0;
 /// Ratio of the half width of a 95 % confidence interval to the standard error.
 const CONFIDENCE: f64 = 1.96;
 
