@@ -93,7 +93,9 @@ impl GraphPool {
         let pool = state.create_untrimmed_pool(config)?;
         let (observer, _) = state.core().observe(pool)?;
         state.note_graph_pool(pool);
-        Ok(GraphPool { inner: Arc::new(GraphPoolState { state, pool, observer, launched_on: Mutex::default(), unmaps }) })
+        Ok(GraphPool {
+            inner: Arc::new(GraphPoolState { state, pool, observer, launched_on: Mutex::default(), unmaps }),
+        })
     }
 
     /// Returns the pool's id, which is equal on all ranks.

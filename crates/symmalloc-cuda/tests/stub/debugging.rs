@@ -162,26 +162,30 @@ stub_test!(blocks_are_reported_to_a_tool, ["NVTX_INJECTION64_PATH" = "libcuda.so
 });
 
 // A launch uses the memory after its free in the capture, so the tool must still accept it.
-stub_test!(memory_of_a_graph_stays_reported_until_its_pool_ends, ["NVTX_INJECTION64_PATH" = "libcuda.so", "SYMMALLOC_PLAIN_MEMORY" = "1"], {
-    let device = device();
-    let stream = device.context().new_stream().expect("a stream");
-    let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
-    let pool = GraphPool::new(&allocator, PoolConfig::default()).expect("made");
-    let capture = pool.begin(&stream).expect("begun");
-    let inside = allocator.alloc_zeroed::<u8>(&stream, 1 << 20).expect("memory");
-    drop(inside);
-    // Uses the same memory, and more.
-    let output = allocator.alloc_zeroed::<u8>(&stream, 2 << 20).expect("memory");
-    let graph = capture.end().expect("a valid capture");
-    let blocks = reported(1, 0);
-    assert!(blocks >= 2, "the rest of the second block is reported too");
-    drop(output);
-    assert_eq!(reported(1, 0), blocks);
-    graph.launch(&stream).expect("launched");
-    stream.synchronize().expect("it works");
-    drop((graph, pool, allocator));
-    assert_eq!((reported(0, 0), reported(1, 0)), (0, 0));
-});
+stub_test!(
+    memory_of_a_graph_stays_reported_until_its_pool_ends,
+    ["NVTX_INJECTION64_PATH" = "libcuda.so", "SYMMALLOC_PLAIN_MEMORY" = "1"],
+    {
+        let device = device();
+        let stream = device.context().new_stream().expect("a stream");
+        let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+        let pool = GraphPool::new(&allocator, PoolConfig::default()).expect("made");
+        let capture = pool.begin(&stream).expect("begun");
+        let inside = allocator.alloc_zeroed::<u8>(&stream, 1 << 20).expect("memory");
+        drop(inside);
+        // Uses the same memory, and more.
+        let output = allocator.alloc_zeroed::<u8>(&stream, 2 << 20).expect("memory");
+        let graph = capture.end().expect("a valid capture");
+        let blocks = reported(1, 0);
+        assert!(blocks >= 2, "the rest of the second block is reported too");
+        drop(output);
+        assert_eq!(reported(1, 0), blocks);
+        graph.launch(&stream).expect("launched");
+        stream.synchronize().expect("it works");
+        drop((graph, pool, allocator));
+        assert_eq!((reported(0, 0), reported(1, 0)), (0, 0));
+    }
+);
 
 stub_test!(
     a_tool_without_these_functions_is_ignored,
@@ -196,18 +200,14 @@ stub_test!(
     }
 );
 
-stub_test!(
-    mapped_memory_is_not_reported,
-    ["NVTX_INJECTION64_PATH" = "libcuda.so"],
-    {
-        let device = device();
-        let stream = device.context().new_stream().expect("a stream");
-        let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
-        let made = allocator.allocate_named(&stream, 5000, "scores").expect("memory");
-        assert_eq!((reported(0, 0), reported(1, 0)), (0, 0));
-        allocator.free(made.handle).expect("live");
-    }
-);
+stub_test!(mapped_memory_is_not_reported, ["NVTX_INJECTION64_PATH" = "libcuda.so"], {
+    let device = device();
+    let stream = device.context().new_stream().expect("a stream");
+    let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+    let made = allocator.allocate_named(&stream, 5000, "scores").expect("memory");
+    assert_eq!((reported(0, 0), reported(1, 0)), (0, 0));
+    allocator.free(made.handle).expect("live");
+});
 
 // Memory of `cudaMalloc` has no stream. The host waits for each fill.
 stub_test!(memory_of_the_host_as_a_stream_is_filled_and_guarded, {
