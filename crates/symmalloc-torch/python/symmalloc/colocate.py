@@ -83,7 +83,7 @@ class Part(enum.Enum):
     WEIGHTS = "weights"
     """The trainer's: released after the engine has loaded them. The engine's: restored before it loads them."""
     REST = "rest"
-    """All else, such as the optimizer's state or the KV cache. No process has it while the other one has its own."""
+    """Everything else, such as the optimizer's state or the KV cache. No process has it while the other one has its own."""
 
 
 class Memory(Protocol):
@@ -695,20 +695,25 @@ class Gathering:
 
     bucket_bytes   the size of a group, of which one exists at a time. A larger parameter is a group by itself
 
-    Parameters of FSDP2 (`DTensor`) are gathered on all ranks of their mesh. Others are given to the engine where they are.
+    Parameters of FSDP2 (`DTensor`) are gathered on all ranks of their mesh, in a pool that has room for one group. Others are given to
+    the engine where they are.
     """
 
     def __init__(self, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.bucket_bytes = bucket_bytes
         self._pool: MemPool | None = None
+        # The size of the largest group for which the pool has room.
+        self._group_bytes = bucket_bytes
 
     def buckets(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
         """Returns the groups, for `Trainer.hand_over`. All ranks give the same parameters in the same order."""
+        parameters = list(named)
+        self._make_room([parameter for _, parameter in parameters])
         bucket: dict[str, torch.Tensor] = {}
         size_bytes = 0
         try:
-            for name, parameter in named:
-                more = parameter.numel() * parameter.element_size()
+            for name, parameter in parameters:
+                more = _size_bytes(parameter)
                 if bucket and size_bytes + more > self.bucket_bytes:
                     yield bucket
                     bucket.clear()  # frees the memory, which the next group reuses
@@ -722,10 +727,16 @@ class Gathering:
             if self._pool is not None and self._pool.phase is Phase.AWAKE:
                 self._pool.sleep(Contents.DROP)
 
+    def _make_room(self, parameters: list[Any]) -> None:
+        """Replaces a pool that a parameter would not fit into. A reserved segment cannot grow, so this precedes the first gather."""
+        largest_bytes = max((_size_bytes(one) for one in parameters if _is_gathered(one)), default=0)
+        if largest_bytes > self._group_bytes:
+            self._pool, self._group_bytes = None, largest_bytes
+
     def _whole(self, parameter: Any) -> Any:
         if not hasattr(parameter, "full_tensor"):
             return parameter
-        if parameter.device_mesh.size() == 1:
+        if not _is_gathered(parameter):
             return parameter.to_local()
         with self._scope(parameter):
             return parameter.full_tensor()
@@ -735,7 +746,7 @@ class Gathering:
             return nullcontext()
         if self._pool is None:
             self._pool = MemPool(
-                symmetric=False, reserve=self.bucket_bytes + self.bucket_bytes // 64, device=device_index(parameter.device)
+                symmetric=False, reserve=self._group_bytes + self._group_bytes // 64, device=device_index(parameter.device)
             )
         elif self._pool.phase is not Phase.AWAKE:
             self._pool.wake()
@@ -800,6 +811,16 @@ def end_process(seconds: float = 5.0, status: int = 1) -> Callable[[Error], None
         threading.Thread(target=later, name="symmalloc-turns-end", daemon=True).start()
 
     return end
+
+
+def _is_gathered(parameter: Any) -> bool:
+    """Returns `True` if several ranks have parts of the parameter."""
+    return hasattr(parameter, "full_tensor") and parameter.device_mesh.size() > 1
+
+
+def _size_bytes(parameter: Any) -> int:
+    """Returns the size of a parameter in bytes, including its parts on other ranks."""
+    return int(parameter.numel() * parameter.element_size())
 
 
 def _layout_of(name: str, weights: Weights) -> Layout:

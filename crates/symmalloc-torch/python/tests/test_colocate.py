@@ -20,8 +20,9 @@ from unittest import mock
 
 import needs
 import test_jobs
-from symmalloc import turn_peers
-from symmalloc.colocate import Engine, Layout, Part, Trainer, Unmanaged
+from symmalloc import colocate, turn_peers
+from symmalloc.allocator import Phase
+from symmalloc.colocate import Engine, Gathering, Layout, Part, Trainer, Unmanaged
 from symmalloc.errors import (
     DeadlinePassed,
     InvalidArgument,
@@ -402,6 +403,57 @@ assert done.testsRun == 1 and done.wasSuccessful() and not done.skipped, done.fa
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
 
 
+class Groups(unittest.TestCase):
+    """The groups of `Gathering`, and the size of its pool."""
+
+    def test_the_pool_has_room_for_a_parameter_that_is_larger_than_a_group(self) -> None:
+        pools: list[mock.MagicMock] = []
+
+        def pool(**options: Any) -> mock.MagicMock:
+            pools.append(mock.MagicMock(phase=Phase.AWAKE, options=options))
+            return pools[-1]
+
+        with (
+            mock.patch.object(colocate, "MemPool", pool),
+            mock.patch.object(colocate, "use_mem_pool", mock.MagicMock()),
+            mock.patch.object(colocate, "device_index", lambda device: 0),
+        ):
+            gathering = Gathering(100)
+            for sizes in ((60, 40, 70), (50, 300, 60), (120, 300)):
+                named = [("plain", Plain(1000)), *((str(size), Sharded(size)) for size in sizes)]
+                groups = [list(group) for group in gathering.buckets(named)]
+            self.assertEqual(groups, [["plain"], ["120"], ["300"]])
+        # The third pass has no larger parameter than the second, and 1,000 bytes that are not gathered need no room.
+        self.assertEqual([pool.options["reserve"] for pool in pools], [101, 304])
+
+
+class Plain:
+    """A parameter that is not sharded."""
+
+    is_cuda, device = True, "cuda:0"
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+
+    def numel(self) -> int:
+        return self.size_bytes
+
+    def element_size(self) -> int:
+        return 1
+
+    def detach(self) -> Plain:
+        return self
+
+
+class Sharded(Plain):
+    """A parameter of FSDP2 over two ranks, as `Gathering` sees it."""
+
+    device_mesh = mock.Mock(**{"size.return_value": 2})
+
+    def full_tensor(self) -> Plain:
+        return Plain(self.size_bytes)
+
+
 class Host(test_jobs.job("colocate").HostDescriptors):  # type: ignore[misc]
     """Host memory of one side."""
 
@@ -715,8 +767,9 @@ with colocate.Trainer(folder, 0, 1, memory=memory, deadline_seconds=SECONDS) as 
     for turn in range(1, 4):
         fill(plain, turn); fill(state, turn + 1); fill(activations, turn + 2)
         named = [("plain", plain), *((str(at), Sharded(turn + 10 * at, 2, MIB)) for at in range(1, 4))]
+        named.append(("4", Sharded(turn + 40, 6, MIB)))  # larger than a group
         update = turns.hand_over(gathering.buckets(named))
-        assert update.size_bytes == 2 * (3 + 2 + 2 + 2) * MIB, update
+        assert update.size_bytes == 2 * (3 + 2 + 2 + 2 + 6) * MIB, update
         memory_now = symmalloc.device_memory(0)
         assert memory_now.awake_bytes == 0, memory_now
         asleep.append(memory_now)
@@ -726,7 +779,7 @@ with colocate.Trainer(folder, 0, 1, memory=memory, deadline_seconds=SECONDS) as 
 """
     ENGINE = """
 with symmalloc.region(tag="weights"):
-    own = {"plain": empty(3, MIB), "1": empty(2, MIB), "2": empty(2, MIB), "3": empty(2, MIB)}
+    own = {"plain": empty(3, MIB), "1": empty(2, MIB), "2": empty(2, MIB), "3": empty(2, MIB), "4": empty(6, MIB)}
 with symmalloc.region(tag="kv_cache"):
     cache = empty(4, MIB)
 inputs = empty(1, MIB)
@@ -748,8 +801,8 @@ with colocate.Engine(folder, 0, 1, memory=memory, deadline_seconds=SECONDS) as t
         turns.take(load, deadline_seconds=SECONDS)
         assert holds(inputs, 9)
         turns.hand_over()
-assert groups == [[["plain"], ["1", "2"], ["3"]]] * 3, groups
-assert len(set(addresses)) == 4, "the same addresses in every turn"
+assert groups == [[["plain"], ["1", "2"], ["3"], ["4"]]] * 3, groups
+assert len(set(addresses)) == 5, "the same addresses in every turn"
 """
 
     def test_parameters_and_gathered_groups_reach_the_engine_while_other_pools_sleep(self) -> None:
