@@ -1,7 +1,7 @@
 //! Files of older versions, which `tests/formats/DATE` keeps: they are read, and mean the same.
 //!
 //! The program that wrote a folder is the function `write` of its version. `SYMMALLOC_WRITE_FORMATS=FOLDER cargo test -p symmalloc-harness
-//! formats` writes the files of this version. After a change of a format, add a folder with the files that the previous commit writes. The
+//! formats` writes the files of this version. After a change of a format, add a folder with the files that the new version writes. The
 //! recorded jobs are traces of version 1, too, and `golden.rs` replays them.
 
 use std::fs;

@@ -289,6 +289,8 @@ class _Side:
         """A call that tells the others if it fails. The object then stays failed."""
         if self._is_closed:
             raise InvalidState("the turns have ended: close() was called")
+        if self._is_forked():
+            raise InvalidState("the turns belong to the parent of this process")
         if self._error is not None:
             raise self._error
         try:
@@ -323,12 +325,16 @@ class _Side:
         """Raises `PeerDied` or `PeerFailed` if one of the processes has ended. Takes no time."""
         self._membership.watch.check()
 
+    def _is_forked(self) -> bool:
+        """Returns `True` in a forked child, which must not touch what it shares with its parent."""
+        return os.getpid() != self._me.pid
+
     def _abandon(self) -> None:
         """Releases what belongs to a turn."""
 
     def close(self) -> None:
-        """Leaves the turns. Others that wait for this process raise `PeerDied`. Further calls have no effect."""
-        if self._is_closed:
+        """Leaves the turns. Others that wait for this process raise `PeerDied`. No effect in further calls, and in a forked child."""
+        if self._is_closed or self._is_forked():
             return
         self._is_closed = True
         with suppress(Error):
@@ -342,7 +348,7 @@ class _Side:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         """Leaves. An error within the `with` block that follows from another process's death is raised as `PeerDied`."""
         try:
-            if isinstance(error, Exception) and self._error is None and not self._is_closed:
+            if isinstance(error, Exception) and self._error is None and not (self._is_closed or self._is_forked()):
                 self._membership.watch.wait(NAMING_SECONDS)
                 self._membership.fail(error)
         except (PeerDied, PeerFailed) as why:
@@ -790,8 +796,9 @@ def copy_into(parameters: Iterable[tuple[str, torch.Tensor]], weights: Weights) 
             )
         to.append(parameter)
         of.append(weights[name])
-    with torch.no_grad():
-        torch._foreach_copy_(to, of)
+    if to:
+        with torch.no_grad():
+            torch._foreach_copy_(to, of)
 
 
 def end_process(seconds: float = 5.0, status: int = 1) -> Callable[[Error], None]:
@@ -801,14 +808,15 @@ def end_process(seconds: float = 5.0, status: int = 1) -> Callable[[Error], None
     """
 
     def end(error: Error) -> None:
-        sys.stderr.write(f"symmalloc: {error}; this process ends within {seconds:g} s\n")
-        sys.stderr.flush()
-
         def later() -> None:
             time.sleep(seconds)
             os._exit(status)
 
+        # First, because a write to a pipe that nobody reads fails or blocks.
         threading.Thread(target=later, name="symmalloc-turns-end", daemon=True).start()
+        text = f"symmalloc: {error}; this process ends within {seconds:g} s\n"
+        with suppress(OSError):
+            os.write(2, text.encode(errors="backslashreplace"))
 
     return end
 

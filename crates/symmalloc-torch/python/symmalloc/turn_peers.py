@@ -369,7 +369,7 @@ class Hub:
             del one.received[: HEADER.size + size]
             try:
                 self._heard(one, json.loads(body))
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 self._forget(one)
         if not part and one in self._connected:
             self._forget(one)
@@ -405,7 +405,10 @@ class Hub:
         try:
             one.channel.send(kind, Deadline(0.5), **body)
         except Error:
+            member, one.member = one.member, None
             self._forget(one)
+            if member is not None:
+                self._tell("died", of=str(member), phase=one.phase)
 
     def _forget(self, one: _Connected) -> None:
         if one in self._connected:
