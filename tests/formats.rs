@@ -102,7 +102,7 @@ fn learned(config: Config) -> PlanFile {
         let [first, second] = [3, 5].map(|mib| allocator.allocate(pool, stream, mib << 20).expect("memory").handle);
         allocator.free(first).expect("live");
         let third = allocator.allocate(pool, stream, 2 << 20).expect("memory").handle;
-        [second, third].map(|handle| allocator.free(handle).expect("live"));
+        [second, third].into_iter().for_each(|handle| allocator.free(handle).expect("live"));
         allocator.end_step(pool).expect("the step is open");
     }
     let mut file = PlanFile::new(config);
@@ -213,7 +213,7 @@ fn plans_of_older_versions_are_read_and_followed() {
         file.plans_of(planned).for_each(|plan| allocator.adopt_plan(pool, plan.clone()).expect("the plan fits"));
         allocator.begin_step(pool, 7).expect("no step is open");
         let buffers = [3, 5].map(|mib| allocator.allocate(pool, stream, mib << 20).expect("memory").handle);
-        buffers.map(|handle| allocator.free(handle).expect("live"));
+        buffers.into_iter().for_each(|handle| allocator.free(handle).expect("live"));
         let step = allocator.end_step(pool).expect("the step is open");
         assert_eq!(step.planned, 2, "{}", folder.display());
     }
