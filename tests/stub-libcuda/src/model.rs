@@ -203,7 +203,7 @@ impl Chance {
         let mut mixed = self.random;
         mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (mixed ^ (mixed >> 31)) % self.one_in == 0
+        (mixed ^ (mixed >> 31)).is_multiple_of(self.one_in)
     }
 }
 

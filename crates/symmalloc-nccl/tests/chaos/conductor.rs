@@ -140,7 +140,7 @@ impl Conductor {
         match disk {
             Ok(disk) => conductor.disk = Some(disk),
             Err(error) => {
-                conductor.log(&format!("skipped: a full disk, because this process cannot mount one: {error}"))
+                conductor.log(&format!("skipped: a full disk, because this process cannot mount one: {error}"));
             }
         }
         if conductor.place.is_none() {
