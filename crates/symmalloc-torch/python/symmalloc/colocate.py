@@ -286,7 +286,7 @@ class _Side:
 
     @contextmanager
     def _call(self) -> Iterator[None]:
-        """A call that tells the others if it fails. The object then stays failed."""
+        """A call that notifies the other processes if it fails. The object then stays failed."""
         if self._is_closed:
             raise InvalidState("the turns have ended: close() was called")
         if self._is_forked():

@@ -185,7 +185,7 @@ LIVE, STALE = 1, 2
 
 
 class StatePage:
-    """A page of host memory that tells importers whether exported memory still has its contents. A check costs one load."""
+    """A page of host memory that states whether exported memory still has its contents. A check costs one load."""
 
     def __init__(self, descriptor: int, *, is_owner: bool) -> None:
         """Takes the descriptor. Raises `ValueError` or `OSError` if it is no page."""

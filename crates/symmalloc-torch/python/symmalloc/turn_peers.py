@@ -276,7 +276,7 @@ class Channel:
             raise DeadlinePassed(f"{self.peer} did not {doing} within {deadline.seconds} s")
 
     def _died(self) -> PeerDied | PeerFailed:
-        """Returns the error for a connection that the other side has closed: the hub's, which names the phase, if it is told in time."""
+        """Returns the error for a connection that the other side has closed: the hub's error, which names the phase, if it arrives in time."""
         if self._watch is not None:
             try:
                 self._watch.wait(NAMING_SECONDS)
