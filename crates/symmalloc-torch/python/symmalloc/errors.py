@@ -2,6 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
+_HIDDEN = re.compile(
+    r"[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufdd0-\ufdef\ufeff\ufff9-\ufffb\ufffe\uffff"
+    r"\U000e0000-\U000e007f" + "".join(rf"\U{plane:04x}fffe\U{plane:04x}ffff" for plane in range(1, 17)) + "]"
+)
+
+
+def visible_line(text: str) -> str:
+    """Returns foreign text as one line, with hidden characters shown by number, as `symmalloc_text::visible_line` does."""
+    return _HIDDEN.sub(lambda found: "\\n" if found[0] == "\n" else f"\\u{{{ord(found[0]):x}}}", text)
+
 
 class Error(Exception):
     """The base class of all errors."""
@@ -66,23 +78,34 @@ class TorchError(Error, RuntimeError):
     """PyTorch is missing, too old, without CUDA, or has used CUDA already."""
 
 
-class PeerDied(Error, ConnectionError):
-    """A process that takes turns with this one has died or left. The message names it and the phase of the turn."""
+class _PeerError(Error):
+    """An error whose text may come from another process. It cannot control a terminal or forge a line."""
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(visible_line(text))
 
 
-class PeerFailed(Error, RuntimeError):
+class PeerDied(_PeerError, ConnectionError):
+    """A process that takes turns with this one has died or left. The message names it, and the phase of its turn if the hub knows it."""
+
+
+class PeerFailed(_PeerError, RuntimeError):
     """A process that takes turns with this one reported an error, which ended its turn. The message names it and the error."""
 
 
-class DeadlinePassed(Error, TimeoutError):
-    """A process that takes turns with this one did not answer in time. The message names it and the phase of the turn."""
+class DeadlinePassed(_PeerError, TimeoutError):
+    """A process that takes turns with this one, or the device, did not answer in time. The message states what it did not do."""
 
 
-class WrongPeer(Error, PermissionError):
-    """The process at the other end of a socket belongs to another user, another job, another rank or another device."""
+class WrongPeer(_PeerError, PermissionError):
+    """The process at the other end of a socket belongs to another user, job, rank or device, or sends invalid messages."""
 
 
-class UnequalLayouts(Error, ValueError):
+class TooManyOpenFiles(Error, OSError):
+    """The limit of open files is too low for the memory that processes share. Raise it with `ulimit -n`."""
+
+
+class UnequalLayouts(_PeerError, ValueError):
     """A parameter has different layouts in two processes. The message names the parameter."""
 
 

@@ -32,6 +32,7 @@ from symmalloc.errors import (
     StaleImport,
     UnequalLayouts,
     WrongPeer,
+    visible_line,
 )
 from test_class import Compiled
 
@@ -241,6 +242,31 @@ class Turns(unittest.TestCase):
         shared.chmod(0o777)
         with self.assertRaisesRegex(InvalidState, "others can write"):
             Trainer(shared, 0, 1, memory=Unmanaged(), descriptors=Host())
+
+    def test_text_of_others_cannot_control_a_terminal_or_forge_a_line(self) -> None:
+        self.assertEqual(
+            visible_line("red\x1b[31m\nsymmalloc: all ranks are done"), "red\\u{1b}[31m\\nsymmalloc: all ranks are done"
+        )
+        for hidden in "\t\x7f\x9b\xad\u202e\u200b\u2028\ufeff\ud800\U000e0041\U0010ffff":
+            self.assertEqual(visible_line(hidden), f"\\u{{{ord(hidden):x}}}")
+        for plain in ("wörter 漢字 😀", r"C:\path"):
+            self.assertEqual(visible_line(plain), plain)
+        forged = "\x1b[2J\nsymmalloc: done"
+
+        def load(_: Any) -> None:
+            raise ValueError(forged)
+
+        with pair(self.folder) as (trainer, engine):
+            tensor = Tensor(trainer._descriptors.allocate(4096), 8)
+            told, _ = together(lambda: trainer.hand_over({"w": tensor}), lambda: engine.take(load, deadline_seconds=5.0))
+            self.assertTrue(str(told).endswith(r"ValueError: \u{1b}[2J\nsymmalloc: done"), told)
+        first, second = channels(self)
+        second.send(forged, turn_peers.Deadline(1.0))
+        with self.assertRaises(WrongPeer) as raised:
+            first.receive(turn_peers.Deadline(1.0), "hello")
+        self.assertTrue(str(raised.exception).isprintable())
+        for kind in (PeerDied, PeerFailed, DeadlinePassed, WrongPeer, UnequalLayouts):
+            self.assertTrue(str(kind(forged)).isprintable(), kind)
 
     def test_a_process_of_another_user_is_the_wrong_peer(self) -> None:
         first, second = socket.socketpair()
@@ -478,6 +504,14 @@ class Tensor:
 
     def element_size(self) -> int:
         return 4
+
+
+def channels(test: unittest.TestCase) -> tuple[turn_peers.Channel, turn_peers.Channel]:
+    """Returns two ends of a connection."""
+    ends = [turn_peers.Channel(one, None, turn_peers.Member("engine", 0)) for one in socket.socketpair()]
+    for one in ends:
+        test.addCleanup(one.close)
+    return ends[0], ends[1]
 
 
 def threads() -> list[str]:
