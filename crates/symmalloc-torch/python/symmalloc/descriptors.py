@@ -11,6 +11,7 @@ faults, whatever the exporter does.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 from ctypes import byref, c_int, c_size_t, c_uint64, c_ulonglong, c_void_p
@@ -59,6 +60,7 @@ class CudaDescriptors:
 
     def __init__(self, device: int) -> None:
         self._driver = _driver()
+        self._context: c_void_p | None = None
         self._call("cuInit", 0)
         handle, context = c_int(), c_void_p()
         self._call("cuDeviceGet", byref(handle), device)
@@ -112,7 +114,7 @@ class CudaDescriptors:
 
     def _handle(self, address: int) -> int | None:
         handle = c_ulonglong()
-        if self._driver.cuMemRetainAllocationHandle(byref(handle), c_void_p(address)):
+        if self._code("cuMemRetainAllocationHandle", byref(handle), c_void_p(address)):
             return None
         self._call("cuMemRelease", handle)
         return handle.value
@@ -162,15 +164,18 @@ class CudaDescriptors:
         self._call("cuCtxSynchronize")
 
     def _call(self, name: str, *arguments: Any) -> None:
-        context = getattr(self, "_context", None)
-        if context is not None:
-            current = c_void_p()
-            self._driver.cuCtxGetCurrent(byref(current))
-            if not current.value:
-                self._driver.cuCtxSetCurrent(context)
-        code = getattr(self._driver, name)(*arguments)
-        if code:
+        if code := self._code(name, *arguments):
             raise (OutOfMemory if code == OUT_OF_MEMORY else CudaError)(f"{name} failed with {code}")
+
+    def _code(self, name: str, *arguments: Any) -> int:
+        """Calls the driver in this device's context, whatever context the thread uses. Returns the status."""
+        if self._context is not None and (code := self._driver.cuCtxPushCurrent_v2(self._context)):
+            raise CudaError(f"cuCtxPushCurrent failed with {code}")
+        try:
+            return int(getattr(self._driver, name)(*arguments))
+        finally:
+            if self._context is not None:
+                self._driver.cuCtxPopCurrent_v2(byref(c_void_p()))
 
 
 @cache
@@ -182,15 +187,19 @@ def _driver() -> ctypes.CDLL:
 
 
 LIVE, STALE = 1, 2
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""Without them, the owner could shrink the file of a page, and the importer's next check would end its process with SIGBUS."""
 
 
 class StatePage:
     """A page of host memory that states whether exported memory still has its contents. A check costs one load."""
 
     def __init__(self, descriptor: int, *, is_owner: bool) -> None:
-        """Takes the descriptor. Raises `ValueError` or `OSError` if it is no page."""
+        """Takes the descriptor. Raises `ValueError` or `OSError` if it is no sealed page."""
         self._descriptor = descriptor
         try:
+            if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS:
+                raise ValueError("the size of the page is not sealed")
             self._page = mmap.mmap(descriptor, mmap.PAGESIZE, prot=mmap.PROT_READ | (mmap.PROT_WRITE if is_owner else 0))
         except BaseException:
             os.close(descriptor)
@@ -198,10 +207,15 @@ class StatePage:
 
     @classmethod
     def create(cls) -> StatePage:
-        descriptor = os.memfd_create("symmalloc-turn", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, mmap.PAGESIZE)
+        descriptor = os.memfd_create("symmalloc-turn", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(descriptor, mmap.PAGESIZE)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+        except BaseException:
+            os.close(descriptor)
+            raise
         page = cls(descriptor, is_owner=True)
-        page._page[0] = LIVE
+        page.renew()
         return page
 
     def fileno(self) -> int:
@@ -210,6 +224,9 @@ class StatePage:
     @property
     def is_live(self) -> bool:
         return self._page[0] == LIVE
+
+    def renew(self) -> None:
+        self._page[0] = LIVE
 
     def withdraw(self) -> None:
         self._page[0] = STALE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import signal
 import socket
@@ -23,6 +24,7 @@ import test_jobs
 from symmalloc import colocate, turn_peers
 from symmalloc.allocator import Phase
 from symmalloc.colocate import Engine, Gathering, Layout, Part, Trainer, Unmanaged
+from symmalloc.descriptors import StatePage
 from symmalloc.errors import (
     DeadlinePassed,
     InvalidArgument,
@@ -268,6 +270,29 @@ class Turns(unittest.TestCase):
         for kind in (PeerDied, PeerFailed, DeadlinePassed, WrongPeer, UnequalLayouts):
             self.assertTrue(str(kind(forged)).isprintable(), kind)
 
+    def test_a_state_page_cannot_shrink_and_an_unsealed_one_is_rejected(self) -> None:
+        page = StatePage.create()
+        self.addCleanup(page.close)
+        for size in (0, 2 * mmap.PAGESIZE):
+            with self.assertRaises(PermissionError):
+                os.ftruncate(page.fileno(), size)
+        before = open_files()
+        unsealed = os.memfd_create("page", os.MFD_ALLOW_SEALING)
+        os.ftruncate(unsealed, mmap.PAGESIZE)
+        with self.assertRaisesRegex(ValueError, "not sealed"):
+            StatePage(os.dup(unsealed), is_owner=False)
+        with open(os.devnull) as file, self.assertRaises(OSError):
+            StatePage(os.dup(file.fileno()), is_owner=False)
+        with pair(self.folder) as (trainer, engine):
+            tensor = Tensor(trainer._descriptors.allocate(4096), 8)
+            with mock.patch.object(StatePage, "fileno", lambda _: unsealed):
+                told, raised = together(lambda: trainer.hand_over({"w": tensor}), lambda: engine.take(deadline_seconds=5.0))
+            self.assertIsInstance(raised, WrongPeer)
+            self.assertIsInstance(told, PeerFailed)
+            trainer._descriptors.close()
+        os.close(unsealed)
+        self.assertEqual(open_files(), before)
+
     def test_a_process_of_another_user_is_the_wrong_peer(self) -> None:
         first, second = socket.socketpair()
         self.addCleanup(first.close)
@@ -487,6 +512,10 @@ class Host(test_jobs.job("colocate").HostDescriptors):  # type: ignore[misc]
         super().__init__()
         self.identity = identity
 
+    def close(self) -> None:
+        for one in self._files.values():
+            os.close(one)
+
 
 class Tensor:
     """A tensor without PyTorch."""
@@ -512,6 +541,10 @@ def channels(test: unittest.TestCase) -> tuple[turn_peers.Channel, turn_peers.Ch
     for one in ends:
         test.addCleanup(one.close)
     return ends[0], ends[1]
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 def threads() -> list[str]:
@@ -681,11 +714,45 @@ with Engine(folder, 0, 1, memory=Unmanaged(), device=0, view=view, deadline_seco
 from symmalloc.descriptors import CudaDescriptors
 descriptors = CudaDescriptors(0)
 pointer = ctypes.c_uint64()
-assert ctypes.CDLL("libcuda.so.1").cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(4096)) == 0
+driver = ctypes.CDLL("libcuda.so.1")
+assert driver.cuCtxSetCurrent(descriptors._context) == 0
+assert driver.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(4096)) == 0
 raises(InvalidArgument, "allocate it in a pool of symmalloc", lambda: descriptors.chunks(pointer.value, 4096))
 class Sharded(Tensor):
     def full_tensor(self): ...
 raises(InvalidArgument, "w is sharded", lambda: colocate._span("w", Sharded(0, 8)))
+"""
+        )
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+
+    def test_the_driver_is_called_in_the_context_of_the_turns_device(self) -> None:
+        done = needs.process(
+            SHARED.replace("sys.argv[1]", "''")
+            + """
+from symmalloc.descriptors import CudaDescriptors, _driver
+driver = _driver()
+mine, other = CudaDescriptors(0), CudaDescriptors(1)
+def current():
+    context = ctypes.c_void_p()
+    assert driver.cuCtxGetCurrent(ctypes.byref(context)) == 0
+    return context.value
+seen = []
+class Recording:
+    def __getattr__(self, name):
+        def call(*arguments):
+            if not name.startswith("cuCtxP"):
+                seen.append((name, current()))
+            return getattr(driver, name)(*arguments)
+        return call
+mine._driver = Recording()
+for before in (None, other._context.value):
+    assert driver.cuCtxSetCurrent(ctypes.c_void_p(before)) == 0
+    mine.synchronize()
+    mine.release(mine.reserve(1 << 21), 1 << 21)
+    raises(InvalidArgument, "no handle", lambda: mine.chunks(1 << 21, 1))
+    assert current() == before, "the program's context stays current"
+assert {name for name, _ in seen} == {"cuCtxSynchronize", "cuMemAddressReserve", "cuMemAddressFree", "cuMemRetainAllocationHandle"}, seen
+assert {context for _, context in seen} == {mine._context.value}, seen
 """
         )
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
