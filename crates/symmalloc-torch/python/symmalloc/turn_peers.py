@@ -12,6 +12,7 @@ end (`SO_PEERCRED`); a process of another user is rejected. A message is a JSON 
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import select
@@ -22,7 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,10 @@ TRAINER, ENGINE = "trainer", "engine"
 PATH_BYTES = 107
 """The longest path of a socket."""
 MESSAGE_BYTES = 64 << 20
+HUB_BYTES = 64 << 10
+"""The longest message to the hub."""
+TEXT_CHARACTERS = 4096
+"""The longest error text that a process reports to the others."""
 DESCRIPTORS = 64
 """The most descriptors of one message. The kernel allows 253."""
 HEADER = struct.Struct("!III")
@@ -43,12 +48,12 @@ HEADER = struct.Struct("!III")
 NAMING_SECONDS = 1.0
 """How long a closed connection waits for the hub to name the phase."""
 
-_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_shared: weakref.WeakSet[socket.socket | io.FileIO] = weakref.WeakSet()
+"""Sockets and locks, which a forked child would keep after this process has died."""
 
 
 def _close_in_child() -> None:
-    """Closes the sockets in a forked child, which would otherwise keep them open after this process has died."""
-    for one in list(_sockets):
+    for one in list(_shared):
         one.close()
 
 
@@ -105,29 +110,45 @@ class Listener:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.path = socket_path(folder, name)
-        self._lock = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as why:
-            os.close(self._lock)
-            raise InvalidState(
-                f"another process listens at {self.path}: use a separate folder for each job on a machine"
-            ) from why
-        with suppress(FileNotFoundError):  # left by a process that was killed
-            os.unlink(self.path)
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        _sockets.add(self.socket)
-        self.socket.bind(self.path)
-        os.chmod(self.path, 0o600)
-        self.socket.listen(64)
+        with ExitStack() as opened:
+            opened.enter_context(_lock(f"{self.path}.lock"))
+            opened.callback(_unlink, f"{self.path}.lock")  # before the lock's release
+            _unlink(self.path)  # left by a process that was killed
+            self.socket = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            _shared.add(self.socket)
+            self.socket.bind(self.path)
+            opened.callback(_unlink, self.path)
+            os.chmod(self.path, 0o600)
+            self.socket.listen(64)
+            self._opened = opened.pop_all()
 
     def close(self) -> None:
-        self.socket.close()
-        with suppress(OSError):
-            os.unlink(self.path)
-            os.unlink(f"{self.path}.lock")
-        with suppress(OSError):
-            os.close(self._lock)
+        self._opened.close()
+
+
+def _lock(path: str) -> io.FileIO:
+    """Returns the locked file of a path. Raises `InvalidState` if another process has locked it."""
+    while True:
+        file = io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600), "r+")
+        _shared.add(file)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with suppress(FileNotFoundError):
+                # Its last owner may have unlinked the file between the open and the lock. The path then has no lock.
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                    return file
+        except BlockingIOError as why:
+            file.close()
+            raise InvalidState(f"another process holds {path}: use a separate folder for each job on a machine") from why
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+
+
+def _unlink(path: str) -> None:
+    with suppress(OSError):
+        os.unlink(path)
 
 
 def user_of(of: socket.socket) -> tuple[int, int]:
@@ -185,7 +206,7 @@ class Channel:
     def __init__(self, of: socket.socket, watch: Watch | None, peer: Member | None = None) -> None:
         self.socket, self._watch, self.peer = of, watch, peer
         of.setblocking(False)
-        _sockets.add(of)
+        _shared.add(of)
 
     @classmethod
     def connect(cls, path: str, watch: Watch | None, peer: Member, deadline: Deadline) -> Channel:
@@ -195,6 +216,8 @@ class Channel:
             try:
                 of.settimeout(max(deadline.left(), 0.001))
                 of.connect(path)
+                check_user(of, path)
+                return cls(of, watch, peer)
             except (FileNotFoundError, ConnectionRefusedError, TimeoutError, BlockingIOError):
                 of.close()
                 if watch is not None:
@@ -202,9 +225,9 @@ class Channel:
                 if deadline.left() == 0:
                     raise DeadlinePassed(f"{peer} does not listen at {path} after {deadline.seconds} s") from None
                 time.sleep(min(0.02, deadline.left()))
-                continue
-            check_user(of, path)
-            return cls(of, watch, peer)
+            except BaseException:
+                of.close()
+                raise
 
     def send(self, kind: str, deadline: Deadline, descriptors: Sequence[int] = (), **body: Any) -> None:
         """Sends a message. Raises `DeadlinePassed`, `PeerDied`, `PeerFailed`."""
@@ -308,16 +331,21 @@ class Hub:
     """Tells all processes that one of them has died. A thread in trainer 0."""
 
     def __init__(self, folder: Path, pairs: int) -> None:
-        self._listener = Listener(folder, HUB)
         self._missing = {(role, rank) for role in (TRAINER, ENGINE) for rank in range(pairs)}
-        self._selector = selectors.DefaultSelector()
-        self._stop_reader, self._stop = os.pipe2(os.O_CLOEXEC)
         self._connected: list[_Connected] = []
-        self._listener.socket.setblocking(False)
-        self._selector.register(self._listener.socket, selectors.EVENT_READ, None)
-        self._selector.register(self._stop_reader, selectors.EVENT_READ, None)
-        self._thread = threading.Thread(target=self._run, name="symmalloc-turns", daemon=True)
-        self._thread.start()
+        with ExitStack() as opened:
+            self._listener = Listener(folder, HUB)
+            opened.callback(self._listener.close)
+            self._selector = opened.enter_context(selectors.DefaultSelector())
+            self._stop_reader, self._stop = os.pipe2(os.O_CLOEXEC)
+            opened.callback(os.close, self._stop_reader)
+            opened.callback(os.close, self._stop)
+            self._listener.socket.setblocking(False)
+            self._selector.register(self._listener.socket, selectors.EVENT_READ, None)
+            self._selector.register(self._stop_reader, selectors.EVENT_READ, None)
+            self._thread = threading.Thread(target=self._run, name="symmalloc-turns", daemon=True)
+            self._thread.start()
+            self._opened = opened.pop_all()
 
     def close(self) -> None:
         os.write(self._stop, b"1")
@@ -338,18 +366,15 @@ class Hub:
     def _end(self) -> None:
         for one in list(self._connected):
             self._forget(one)
-        self._selector.close()
-        self._listener.close()
-        os.close(self._stop_reader)
-        os.close(self._stop)
+        self._opened.close()
 
     def _accept(self) -> None:
         with suppress(OSError):
             of, _ = self._listener.socket.accept()
+            one = _Connected(Channel(of, None))
             if user_of(of)[1] != os.geteuid():
                 of.close()
                 return
-            one = _Connected(Channel(of, None))
             self._connected.append(one)
             self._selector.register(of, selectors.EVENT_READ, one)
 
@@ -361,20 +386,20 @@ class Hub:
         except OSError:
             part = b""
         one.received += part
-        while len(one.received) >= HEADER.size:
-            _, size, _ = HEADER.unpack(one.received[: HEADER.size])
-            if len(one.received) < HEADER.size + size:
-                break
-            body = one.received[HEADER.size : HEADER.size + size]
-            del one.received[: HEADER.size + size]
-            try:
+        try:
+            while one in self._connected and len(one.received) >= HEADER.size:
+                protocol, size, _ = HEADER.unpack(one.received[: HEADER.size])
+                if protocol != PROTOCOL or size > HUB_BYTES:
+                    raise ValueError("no message of this protocol")
+                if len(one.received) < HEADER.size + size:
+                    break
+                body = one.received[HEADER.size : HEADER.size + size]
+                del one.received[: HEADER.size + size]
                 self._heard(one, json.loads(body))
-            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-                self._forget(one)
-        if not part and one in self._connected:
-            self._forget(one)
-            if one.member is not None:
-                self._tell("died", of=str(one.member), phase=one.phase)
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            part = b""  # an invalid message ends the connection
+        if not part:
+            self._lose(one)
 
     def _heard(self, one: _Connected, said: dict[str, Any]) -> None:
         kind = said["kind"]
@@ -389,9 +414,9 @@ class Hub:
             self._tell("missing", those=sorted(f"{role} {rank}" for role, rank in self._missing))
         elif kind == "phase":
             one.phase = str(said["phase"])
-        elif kind == "failed":
-            failed, one.member = one.member, None
-            self._tell("failed", of=str(failed), phase=one.phase, why=str(said["why"]))
+        elif kind == "failed" and one.member is not None:
+            why, failed, one.member = str(said["why"]), one.member, None
+            self._tell("failed", of=str(failed), phase=one.phase, why=why)
         elif kind == "bye":
             self._forget(one)
 
@@ -405,7 +430,12 @@ class Hub:
         try:
             one.channel.send(kind, Deadline(0.5), **body)
         except Error:
-            member, one.member = one.member, None
+            self._lose(one)
+
+    def _lose(self, one: _Connected) -> None:
+        """Ends a connection, and reports the death of its process if it had joined and not left."""
+        member, one.member = one.member, None
+        if one in self._connected:
             self._forget(one)
             if member is not None:
                 self._tell("died", of=str(member), phase=one.phase)
@@ -423,20 +453,20 @@ class Membership:
     def __init__(
         self, folder: Path, me: Member, pairs: int, deadline: Deadline, on_death: Callable[[Error], None] | None
     ) -> None:
-        self.watch, self.phase, self._on_death = Watch(), "start", on_death
-        self._hub = Hub(folder, pairs) if (me.role, me.rank) == (TRAINER, 0) else None
+        self.phase, self._on_death, self._send_lock = "start", on_death, threading.Lock()
         self._is_complete, self._is_closed, self._missing = threading.Event(), False, ["everyone"]
-        try:
-            self._channel = Channel.connect(socket_path(folder, HUB), None, Member(TRAINER, 0), deadline)
-            self._channel.send("join", deadline, role=me.role, rank=me.rank, pid=me.pid)
-        except BaseException:
+        with ExitStack() as opened:
+            self.watch = Watch()
+            opened.callback(self.watch.close)
+            self._hub = Hub(folder, pairs) if (me.role, me.rank) == (TRAINER, 0) else None
             if self._hub is not None:
-                self._hub.close()
-            self.watch.close()
-            raise
-        self._send_lock = threading.Lock()
-        self._thread = threading.Thread(target=self._listen, name="symmalloc-turns-watch", daemon=True)
-        self._thread.start()
+                opened.callback(self._hub.close)
+            self._channel = Channel.connect(socket_path(folder, HUB), None, Member(TRAINER, 0), deadline)
+            opened.callback(self._channel.close)
+            self._channel.send("join", deadline, role=me.role, rank=me.rank, pid=me.pid)
+            self._thread = threading.Thread(target=self._listen, name="symmalloc-turns-watch", daemon=True)
+            self._thread.start()
+            opened.pop_all()
 
     def wait_for_all(self, deadline: Deadline) -> None:
         """Waits until all processes have joined. Raises `DeadlinePassed`, which names those that have not."""
@@ -453,7 +483,7 @@ class Membership:
 
     def fail(self, error: BaseException) -> None:
         """Tells the others that this process's turn ended with an error."""
-        self._report("failed", why=f"{type(error).__name__}: {error}")
+        self._report("failed", why=f"{type(error).__name__}: {error}"[:TEXT_CHARACTERS])
 
     def close(self) -> None:
         """Leaves. The others are not told that this process has died."""

@@ -15,6 +15,7 @@ import threading
 import time
 import unittest
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -292,6 +293,140 @@ class Turns(unittest.TestCase):
             trainer._descriptors.close()
         os.close(unsealed)
         self.assertEqual(open_files(), before)
+
+    def test_constructors_that_fail_half_way_close_what_they_opened(self) -> None:
+        turn_peers.open_folder(self.folder)
+        folder, deadline = Path(self.folder), turn_peers.Deadline(5.0)
+        me = turn_peers.Member("trainer", 0, os.getpid())
+        before = open_files()
+        broken = OSError("broken")
+        listener = turn_peers.Listener(folder, "turns.0")
+
+        def connect() -> None:
+            turn_peers.Channel.connect(listener.path, None, me, deadline)
+
+        for target, name, act in (
+            (turn_peers.socket.socket, "bind", lambda: turn_peers.Listener(folder, "turns.1")),
+            (turn_peers.os, "chmod", lambda: turn_peers.Hub(folder, 1)),
+            (turn_peers.threading.Thread, "start", lambda: turn_peers.Hub(folder, 1)),
+            (turn_peers.os, "pipe2", lambda: turn_peers.Hub(folder, 1)),
+            (turn_peers, "Hub", lambda: turn_peers.Membership(folder, me, 1, deadline, None)),
+            (turn_peers.Channel, "send", lambda: turn_peers.Membership(folder, me, 1, deadline, None)),
+            (turn_peers, "check_user", connect),
+            (turn_peers.Channel, "__init__", connect),
+        ):
+            with self.subTest(name), mock.patch.object(target, name, side_effect=broken), self.assertRaises(OSError):
+                act()
+        listener.close()
+        self.assertEqual(open_files(), before)
+        self.assertEqual([path.name for path in folder.iterdir()], [])
+        self.assertEqual(threads(), [])
+
+    def test_a_lock_ends_with_its_process_although_a_forked_child_lives(self) -> None:
+        program = """
+import os, sys, time
+from pathlib import Path
+from symmalloc import turn_peers
+listener = turn_peers.Listener(Path(sys.argv[1]), "turns")
+child = os.fork()
+if child == 0:
+    os.close(1)
+    time.sleep(60)
+print(child, flush=True)
+os._exit(0)
+"""
+        turn_peers.open_folder(self.folder)
+        done = subprocess.run([sys.executable, "-c", program, self.folder], stdout=subprocess.PIPE, text=True, timeout=30)
+        try:
+            turn_peers.Listener(Path(self.folder), "turns").close()
+        finally:
+            os.kill(int(done.stdout), signal.SIGKILL)
+
+    def test_a_lock_file_that_its_owner_unlinked_is_no_lock(self) -> None:
+        turn_peers.open_folder(self.folder)
+        path = Path(self.folder) / "turns.lock"
+        real, calls = turn_peers.fcntl.flock, []
+
+        def flock(file: Any, how: int) -> None:
+            if not calls:
+                path.unlink()  # by the last owner, after this process has opened the file
+            calls.append(file)
+            real(file, how)
+
+        with mock.patch.object(turn_peers.fcntl, "flock", flock):
+            first = turn_peers.Listener(Path(self.folder), "turns")
+        self.addCleanup(first.close)
+        with self.assertRaisesRegex(InvalidState, "separate folder for each job"):
+            turn_peers.Listener(Path(self.folder), "turns")
+        self.assertEqual(len(calls), 2)
+
+    def test_the_lock_file_is_unlinked_before_the_lock_is_released(self) -> None:
+        turn_peers.open_folder(self.folder)
+        listener, seen = turn_peers.Listener(Path(self.folder), "turns"), []
+        real = os.unlink
+
+        def unlink(path: str) -> None:
+            with open(f"{self.folder}/turns.lock") as file, self.assertRaises(BlockingIOError):
+                turn_peers.fcntl.flock(file, turn_peers.fcntl.LOCK_EX | turn_peers.fcntl.LOCK_NB)
+            seen.append(Path(path).name)
+            real(path)
+
+        with mock.patch.object(turn_peers.os, "unlink", unlink):
+            listener.close()
+        self.assertEqual(seen, ["turns", "turns.lock"])
+
+    def test_a_forked_child_that_leaves_does_not_end_the_turns_of_its_parent(self) -> None:
+        with pair(self.folder) as (trainer, engine):
+            child = os.fork()
+            if child == 0:
+                with suppress(BaseException), trainer, engine:
+                    raise SystemExit(1)
+                os._exit(0)
+            self.assertEqual(os.waitpid(child, 0)[1], 0)
+            self.assertTrue((Path(self.folder) / "turns").is_socket(), "the child has not unlinked it")
+            self.assertEqual(together(lambda: trainer.hand_over({}), lambda: engine.take(deadline_seconds=5.0)), [None, None])
+            child = os.fork()
+            if child == 0:
+                try:
+                    trainer.take(deadline_seconds=1.0)
+                except InvalidState as error:
+                    os._exit(0 if "belong to the parent" in str(error) else 2)
+                os._exit(3)
+            self.assertEqual(os.waitpid(child, 0)[1], 0)
+            self.assertEqual(together(trainer.take, engine.hand_over), [None, None])
+
+    def test_a_process_that_ends_does_so_although_nobody_reads_its_errors(self) -> None:
+        program = """
+import os
+from symmalloc import colocate, errors
+reader, writer = os.pipe()
+os.set_blocking(writer, False)
+try:
+    while True:
+        os.write(writer, bytes(65536))
+except BlockingIOError:
+    os.set_blocking(writer, True)
+os.dup2(writer, 2)
+colocate.end_process(0.3, 7)(errors.PeerDied("engine 0 died"))
+"""
+        begun = time.monotonic()
+        done = subprocess.run([sys.executable, "-c", program], timeout=30, env=os.environ)
+        self.assertEqual(done.returncode, 7)
+        self.assertGreater(time.monotonic() - begun, 0.3)
+
+    def test_an_invalid_message_to_the_hub_ends_its_process_for_the_others(self) -> None:
+        for bad in (
+            turn_peers.HEADER.pack(turn_peers.PROTOCOL, 1 << 31, 0),
+            turn_peers.HEADER.pack(turn_peers.PROTOCOL + 1, 2, 0),
+            *(
+                turn_peers.HEADER.pack(turn_peers.PROTOCOL, len(body), 0) + body
+                for body in (b"[]", b"{}", b"\xff", b"[" * 50_000, b'{"kind":"failed"}')
+            ),
+        ):
+            with self.subTest(bad[:40]), pair(self.folder) as (trainer, engine):
+                engine._membership._channel.socket.send(bad)
+                with self.assertRaisesRegex(PeerDied, r"engine 0 \(pid \d+\) died in the phase `wait`"):
+                    trainer.hand_over({}, deadline_seconds=5.0)
 
     def test_a_process_of_another_user_is_the_wrong_peer(self) -> None:
         first, second = socket.socketpair()
