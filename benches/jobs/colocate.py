@@ -233,8 +233,14 @@ class HostDescriptors:
     def chunks(self, address: int, size_bytes: int) -> list[tuple[int, int]]:
         return [chunk for chunk in sorted(self._files) if chunk[0] < address + size_bytes and address < chunk[0] + chunk[1]]
 
-    def export(self, chunk: tuple[int, int]) -> int:
-        return os.dup(self._files[chunk])
+    def hold(self, chunk: tuple[int, int]) -> int:
+        return self._files[chunk]  # never closed, so it names one file
+
+    def export(self, handle: int) -> int:
+        return os.dup(handle)
+
+    def drop(self, handle: int) -> None:
+        pass
 
     def reserve(self, size_bytes: int) -> int:
         return self._mmap(0, size_bytes, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
@@ -269,6 +275,8 @@ def host_tensor(layout: Any, address: int) -> Any:
     """Returns the tensor of a layout in host memory."""
     import torch
 
+    if layout.size_bytes == 0:
+        return torch.empty_strided(layout.shape, layout.stride, dtype=getattr(torch, layout.dtype))
     raw = (ctypes.c_char * layout.size_bytes).from_address(address)
     return torch.frombuffer(raw, dtype=getattr(torch, layout.dtype)).as_strided(layout.shape, layout.stride)
 
@@ -778,19 +786,22 @@ def ipc_sides(colocate: Any) -> dict[str, Any]:
             return sum(tensor.nbytes for tensor in self.values())
 
     class Trainer(colocate.Trainer):
-        def _offer(self, number: int, group: Mapping[str, Any], ranges: Any, page: Any) -> Any:
+        def _offer(self, number: int, group: Mapping[str, Any], page: Any) -> Any:
             from torch.multiprocessing.reductions import reduce_tensor
 
             text = base64.b64encode(pickle.dumps([(name, reduce_tensor(tensor)) for name, tensor in group.items()])).decode()
             return {"number": number, "ipc": text}, []
 
+        def _send_descriptors(self, first: list[int], handles: list[int], deadline: Any) -> None:
+            pass
+
     class Engine(colocate.Engine):
-        def _open(self, message: Any, descriptors: Any, deadline: Any) -> Any:
+        def _open(self, message: Any, deadline: Any) -> Any:
             opened = pickle.loads(base64.b64decode(message["ipc"]))
             return IpcWeights((name, rebuild(*arguments)) for name, (rebuild, arguments) in opened)
 
-        def _unmap(self) -> None:
-            super()._unmap()
+        def _unmap(self, deadline: Any) -> None:
+            super()._unmap(deadline)
             if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
                 import gc
 

@@ -11,8 +11,8 @@ file descriptors (`SCM_RIGHTS`). It copies what it needs on the device. An engin
 as its parameters until it hands over (`take(keep=True)` and `adopt`). No call needs `ptrace`, `pidfd_getfd` or CUDA's IPC handles.
 
 Rank R of the trainer pairs with rank R of the engine, on one device. Every call has a deadline. If any of the processes dies, all
-others raise `PeerDied` in their current or next call, which names the process and the phase of its turn; `on_death` also reaches
-processes that are blocked elsewhere, such as in a collective. A failed object stays failed: end the process, which returns its memory.
+others raise `PeerDied` in their current or next call, which names the process; `on_death` also reaches processes that are blocked
+elsewhere, such as in a collective. A failed object stays failed: end the process, which returns its memory.
 
 See docs/colocate.md in the repository.
 """
@@ -25,8 +25,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -62,8 +62,11 @@ from .turn_peers import (
     Member,
     Membership,
     check_user,
+    close_all,
+    naming_limits,
     open_folder,
     socket_path,
+    value,
 )
 
 if TYPE_CHECKING:
@@ -72,6 +75,9 @@ if TYPE_CHECKING:
 DEADLINE_SECONDS = 60.0
 TURN_SECONDS = 3600.0
 BUCKET_BYTES = 1 << 30
+ABANDON_SECONDS = 2.0
+"""How long a failed call waits for the device before it leaves memory mapped until the process ends."""
+NUMBER_MAXIMUM = (1 << 63) - 1
 
 Range = tuple[int, int]
 """Contiguous chunks of the trainer: the address of the first byte, and the size in bytes."""
@@ -151,6 +157,10 @@ class Layout:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
+    def fits(self, ranges: list[int]) -> bool:
+        """Returns `True` if a range of these sizes contains the tensor."""
+        return self.size_bytes == 0 or (self.range < len(ranges) and self.offset_bytes + self.size_bytes <= ranges[self.range])
+
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)} with strides {list(self.stride)}"
 
@@ -160,6 +170,7 @@ class Weights(Mapping[str, Any]):
 
     Valid in the call of `load`, or with `keep=True` until the engine hands over. Afterwards, and if the trainer puts the memory to
     sleep meanwhile, access raises `StaleImport`. A kernel that uses a tensor after that reads undefined contents or faults.
+    Tensors of size zero have the address 0.
     """
 
     def __init__(
@@ -181,7 +192,7 @@ class Weights(Mapping[str, Any]):
         """Returns the address of a tensor in this process. Raises `StaleImport`."""
         self.check()
         layout = self.layouts[name]
-        return self._addresses[layout.range] + layout.offset_bytes
+        return self._addresses[layout.range] + layout.offset_bytes if layout.size_bytes else 0
 
     def __getitem__(self, name: str) -> Any:
         address = self.address(name)
@@ -235,17 +246,18 @@ class _Side:
         self._device = device_index(device) if descriptors is None else device or 0
         self._descriptors: Descriptors = CudaDescriptors(self._device) if descriptors is None else descriptors
         self._me = Member(self.role, rank, os.getpid())
-        self._on_phase, self._is_closed = on_phase, False
+        self._on_phase, self._is_closed, self._in_call = on_phase, False, threading.Lock()
         self._error: Error | None = None
         deadline, path = Deadline(deadline_seconds), open_folder(folder)
-        self._membership = Membership(path, self._me, ranks, deadline, on_death)
-        try:
-            self._membership.wait_for_all(deadline)
-            self._channel = self._connect(socket_path(path, f"{HUB}.{rank}"), deadline)
-            self._enter(self.first_phase)
-        except BaseException:
-            self._membership.close()
-            raise
+        with naming_limits(), ExitStack() as opened:
+            self._membership = Membership(path, self._me, ranks, deadline, on_death)
+            opened.callback(self._membership.close)
+            with self._failing(), naming_limits():
+                self._membership.wait_for_all(deadline)
+                self._channel = self._connect(socket_path(path, f"{HUB}.{rank}"), deadline)
+                opened.callback(self._channel.close)
+                self._enter(self.first_phase)
+            opened.pop_all()
 
     def _connect(self, path: str, deadline: Deadline) -> Channel:
         raise NotImplementedError
@@ -261,7 +273,7 @@ class _Side:
             pid=self._me.pid,
             device=self._descriptors.identity,
         )
-        said, _ = channel.receive(deadline, "hello", doing="introduce itself")
+        said = channel.receive(deadline, "hello", doing="introduce itself")
         theirs = (said.get("role"), said.get("rank"), said.get("ranks"))
         if theirs != (peer.role, peer.rank, self.ranks):
             raise WrongPeer(
@@ -272,7 +284,7 @@ class _Side:
                 f"{peer} uses the device {said.get('device')}, this process {self._descriptors.identity}: "
                 "give equal ranks of trainer and engine the same device"
             )
-        channel.peer = Member(peer.role, peer.rank, int(said.get("pid") or 0))
+        channel.peer = Member(peer.role, peer.rank, value(said, "pid", int))
 
     def _enter(self, phase: str) -> None:
         self._membership.enter(phase)
@@ -285,24 +297,41 @@ class _Side:
         return self._membership.phase
 
     @contextmanager
-    def _call(self) -> Iterator[None]:
-        """A call that notifies the other processes if it fails. The object then stays failed."""
+    def _call(self, phase: str, seconds: float | None) -> Iterator[Deadline]:
+        """A call in a phase. It notifies the other processes if it fails, and the object then stays failed. Misuse has no effect."""
         if self._is_closed:
             raise InvalidState("the turns have ended: close() was called")
         if self._is_forked():
             raise InvalidState("the turns belong to the parent of this process")
         if self._error is not None:
             raise self._error
+        if not self._in_call.acquire(blocking=False):
+            raise InvalidState("a call of these turns has not returned yet: make one call at a time")
         try:
-            self._membership.watch.check()
+            if self.phase != phase:
+                raise InvalidState(f"this process is in the phase `{self.phase}`: call hand_over() and take() alternately")
+            deadline = Deadline(self._deadline_seconds if seconds is None else seconds)
+            try:
+                with self._failing(), naming_limits():
+                    self._membership.watch.check()
+                    yield deadline
+            except BaseException as error:
+                self._error = (
+                    error if isinstance(error, Error) else PeerFailed(f"an earlier call failed: {type(error).__name__}: {error}")
+                )
+                with suppress(Exception):
+                    self._abandon()
+                raise
+        finally:
+            self._in_call.release()
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Reports an error to the other processes, unless it follows from one of theirs, which is raised in its place."""
+        try:
             yield
         except BaseException as error:
             cause = self._cause(error)
-            self._error = (
-                cause if isinstance(cause, Error) else PeerFailed(f"an earlier call failed: {type(error).__name__}: {error}")
-            )
-            with suppress(Error):
-                self._abandon()
             if cause is not error:
                 raise cause from error
             if not isinstance(error, (PeerDied, PeerFailed)):
@@ -325,6 +354,30 @@ class _Side:
         """Raises `PeerDied` or `PeerFailed` if one of the processes has ended. Takes no time."""
         self._membership.watch.check()
 
+    def _synchronize(self, deadline: Deadline) -> None:
+        """Waits for all work of this process on the device. Raises `DeadlinePassed`.
+
+        The driver's wait has no time limit, and a kernel may wait for a dead rank. It therefore blocks a thread, which is then left.
+        """
+        errors: list[BaseException] = []
+        is_done = threading.Event()
+
+        def wait() -> None:
+            try:
+                self._descriptors.synchronize()
+            except BaseException as error:
+                errors.append(error)
+            is_done.set()
+
+        threading.Thread(target=wait, name="symmalloc-synchronize", daemon=True).start()
+        while not is_done.wait(min(0.1, deadline.left())):
+            if self._error is None and not self._is_closed:
+                self._membership.watch.check()
+            if deadline.left() == 0:
+                raise DeadlinePassed(f"the device did not complete the work of this process within {deadline.seconds} s")
+        if errors:
+            raise errors[0]
+
     def _is_forked(self) -> bool:
         """Returns `True` in a forked child, which must not touch what it shares with its parent."""
         return os.getpid() != self._me.pid
@@ -337,7 +390,7 @@ class _Side:
         if self._is_closed or self._is_forked():
             return
         self._is_closed = True
-        with suppress(Error):
+        with suppress(Exception):
             self._abandon()
         self._channel.close()
         self._membership.close()
@@ -346,10 +399,12 @@ class _Side:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        """Leaves. An error within the `with` block that follows from another process's death is raised as `PeerDied`."""
+        """Leaves. Reports an error within the `with` block to the others. If it follows from a death, it is raised as `PeerDied`."""
         try:
-            if isinstance(error, Exception) and self._error is None and not (self._is_closed or self._is_forked()):
-                self._membership.watch.wait(NAMING_SECONDS)
+            is_open = self._error is None and not (self._is_closed or self._is_forked())
+            if error is not None and is_open and not _is_orderly(error):
+                if isinstance(error, Exception):
+                    self._membership.watch.wait(NAMING_SECONDS)
                 self._membership.fail(error)
         except (PeerDied, PeerFailed) as why:
             raise why from error
@@ -365,7 +420,8 @@ class Trainer(_Side):
     rank, ranks       this pair's number, and the number of pairs on this machine
     memory            what this process releases and restores, such as `Pools`
     device            the device's number; None: the current one
-    deadline_seconds  the time limit for the other processes to start, and for each call except the wait for a turn
+    deadline_seconds  the time limit for the other processes to start, and for each call except the wait for a turn: a number above 0, or
+                      `math.inf` for none
     on_death          called in a thread when a process has died or failed, such as `end_process()`
     on_phase          called in each phase of a turn
 
@@ -390,6 +446,8 @@ class Trainer(_Side):
             channel.close()
             raise
         self._page: StatePage | None = None
+        # What the engine has mapped in this hand-over: the handles of each range's chunks, and their holds.
+        self._offered: dict[Range, tuple[dict[Range, int], ExitStack]] = {}
         self._sent: dict[int, list[tuple[str, Layout]]] = {}
         self._has_slept = False
         return channel
@@ -406,17 +464,16 @@ class Trainer(_Side):
         released as soon as they are loaded. Until `take` returns, no work of this process may use the memory. Raises `PeerDied`,
         `PeerFailed`, `DeadlinePassed`, `InvalidArgument` for a tensor that cannot be shared, and as the memory's `sleep` does.
         """
-        with self._call():
-            deadline = Deadline(deadline_seconds or self._deadline_seconds)
+        with self._call("train", deadline_seconds) as deadline:
             self._enter("release")
-            self._descriptors.synchronize()
+            self._synchronize(deadline)
             self._memory.sleep(Part.REST)
             self._enter("update")
             begun = time.perf_counter()
             update = self._send_weights(weights, begun, deadline)
             self._channel.send("end", deadline)
-            complete, _ = self._channel.receive(deadline, "complete", doing="load the weights")
-            self._has_slept = not complete["keeps"]
+            complete = self._channel.receive(deadline, "complete", doing="load the weights")
+            self._has_slept = not value(complete, "keeps", bool)
             if self._has_slept:
                 self._enter("sleep")
                 self._withdraw()
@@ -431,8 +488,7 @@ class Trainer(_Side):
 
         Raises `PeerDied`, `PeerFailed`, `DeadlinePassed`, and as the memory's `wake` does.
         """
-        with self._call():
-            deadline = Deadline(deadline_seconds)
+        with self._call("wait", deadline_seconds) as deadline:
             self._channel.receive(deadline, "returned", doing="hand over")
             self._enter("wake")
             self._withdraw()
@@ -445,25 +501,29 @@ class Trainer(_Side):
     def _send_weights(self, weights: Mapping[str, Any] | Iterable[Mapping[str, Any]], begun: float, deadline: Deadline) -> Update:
         size_bytes, load_seconds, number = 0, 0.0, 0
         self._page = page = StatePage.create()
-        ranges: list[Range] = []
         groups: Iterable[Mapping[str, Any]] = [weights] if isinstance(weights, Mapping) else weights
-        for group in groups:
-            if not group:
-                continue
-            self._descriptors.synchronize()  # the engine does not see this process's streams
-            start = time.perf_counter()
-            message, descriptors = self._offer(number, group, ranges, page)
-            self._send_with(message, descriptors, deadline)
-            loaded, _ = self._channel.receive(deadline, "loaded", doing="load the weights")
-            load_seconds += time.perf_counter() - start - loaded["wake_seconds"]
-            size_bytes += loaded["size_bytes"]
-            number += 1
+        try:
+            for group in groups:
+                if not group:
+                    continue
+                self._synchronize(deadline)  # the engine does not see this process's streams
+                start = time.perf_counter()
+                message, handles = self._offer(number, group, page)
+                self._channel.send("weights", deadline, **message)
+                self._send_descriptors([page.fileno()] if number == 0 else [], handles, deadline)
+                loaded = self._channel.receive(deadline, "loaded", doing="load the weights")
+                load_seconds += time.perf_counter() - start - value(loaded, "wake_seconds", float)
+                size_bytes += value(loaded, "size_bytes", int)
+                number += 1
+        finally:
+            for _, holds in self._offered.values():
+                holds.close()
+            self._offered.clear()
         return Update(size_bytes, time.perf_counter() - begun, load_seconds)
 
-    def _offer(
-        self, number: int, group: Mapping[str, Any], ranges: list[Range], page: StatePage
-    ) -> tuple[dict[str, Any], list[int]]:
-        """Returns the message and the descriptors for a group. Appends ranges that the engine does not have yet."""
+    def _offer(self, number: int, group: Mapping[str, Any], page: StatePage) -> tuple[dict[str, Any], list[int]]:
+        """Returns the message of a group, and the handles of chunks that the engine has not mapped yet."""
+        page.renew()  # the engine no longer uses the group before, whose memory may have been released meanwhile
         spans = {name: _span(name, tensor) for name, tensor in group.items()}
         chunks = sorted({chunk for address, size in spans.values() if size for chunk in self._descriptors.chunks(address, size)})
         runs: list[list[Range]] = []
@@ -472,27 +532,33 @@ class Trainer(_Side):
                 runs[-1].append(chunk)
             else:
                 runs.append([chunk])
-        fresh, descriptors = [], [] if ranges else [os.dup(page.fileno())]
-        try:
-            for run in runs:
-                whole = (run[0][0], run[-1][0] + run[-1][1] - run[0][0])
-                if any(first <= whole[0] and whole[0] + whole[1] <= first + size for first, size in ranges):
-                    continue
-                ranges.append(whole)
-                fresh.append([[whole[0], whole[1]], [size for _, size in run]])
+        fresh: list[list[Any]] = []
+        handles: list[int] = []
+        used: set[Range] = set()
+        for run in runs:
+            with ExitStack() as holds:
+                held: dict[Range, int] = {}
                 for chunk in run:
-                    descriptors.append(self._descriptors.export(chunk))
-            layouts = [(name, _layout(tensor, spans[name], ranges)) for name, tensor in group.items()]
-            self._note(spans, page)
-        except BaseException:
-            for one in descriptors:
-                os.close(one)
-            raise
+                    held[chunk] = self._descriptors.hold(chunk)
+                    holds.callback(self._descriptors.drop, held[chunk])
+                # An address may have other memory than in an earlier group. A held handle cannot belong to other memory.
+                whole = next((one for one, (known, _) in self._offered.items() if held.items() <= known.items()), None)
+                if whole is None:
+                    whole = (run[0][0], run[-1][0] + run[-1][1] - run[0][0])
+                    if whole in self._offered:
+                        self._offered[whole][1].close()
+                    self._offered[whole] = held, holds.pop_all()
+                    fresh.append([whole, [size for _, size in run]])
+                    handles += held.values()
+                used.add(whole)
+        ranges = [(at, one) for at, one in enumerate(self._offered) if one in used]
+        layouts = [(name, _layout(tensor, spans[name], ranges)) for name, tensor in group.items()]
+        self._note(spans, page)
         message: dict[str, Any] = {"number": number, "fresh": fresh}
         if self._sent.get(number) != layouts:
             self._sent[number] = layouts
             message["layouts"] = [[name, *vars(layout).values()] for name, layout in layouts]
-        return message, descriptors
+        return message, handles
 
     def _note(self, spans: Mapping[str, tuple[int, int]], page: StatePage) -> None:
         """Lets a sleep of the tensors' pools withdraw the weights. Views into an allocation are not found by it."""
@@ -502,16 +568,18 @@ class Trainer(_Side):
             with suppress(UnknownPointer):
                 note_export(self._device, allocator(self._device).placement_of(address).pool, page)
 
-    def _send_with(self, message: dict[str, Any], descriptors: list[int], deadline: Deadline) -> None:
-        """Sends the weights' message, and its descriptors in batches. Closes them."""
-        try:
-            batches = [descriptors[at : at + DESCRIPTORS] for at in range(0, len(descriptors), DESCRIPTORS)]
-            self._channel.send("weights", deadline, batches[0] if batches else [], count=len(descriptors), **message)
-            for batch in batches[1:]:
-                self._channel.send("more", deadline, batch)
-        finally:
-            for one in descriptors:
-                os.close(one)
+    def _send_descriptors(self, first: list[int], handles: list[int], deadline: Deadline) -> None:
+        """Sends descriptors of files and handles in batches. A batch exists only until the engine has mapped its memory."""
+        sources = [(os.dup, one) for one in first] + [(self._descriptors.export, one) for one in handles]
+        for at in range(0, len(sources), DESCRIPTORS):
+            self._channel.receive(deadline, "next", doing="load the weights")
+            batch: list[int] = []
+            try:
+                for export, source in sources[at : at + DESCRIPTORS]:
+                    batch.append(export(source))
+                self._channel.send("chunks", deadline, batch)
+            finally:
+                close_all(batch)
 
     def _withdraw(self) -> None:
         if (page := self._page) is not None:
@@ -539,7 +607,7 @@ class Engine(_Side):
         self, *arguments: Any, is_writable: bool = False, view: Callable[[Layout, int], Any] | None = None, **options: Any
     ) -> None:
         self._is_writable, self._view = is_writable, view
-        # The addresses that are reserved for the trainer's ranges. They stay reserved, so a range has the same address in every turn.
+        # The addresses that are reserved for the trainer's ranges. A range that every turn uses has the same address in all turns.
         self._reserved: dict[Range, int] = {}
         self._mapped: dict[Range, list[tuple[int, int]]] = {}
         self._ranges: list[Range] = []
@@ -572,39 +640,37 @@ class Engine(_Side):
         answers has this object's deadline. Raises `PeerDied`, `PeerFailed`, `DeadlinePassed`,
         `UnequalLayouts` (from `adopt` and `copy_into`), and as the memory's `wake` does.
         """
-        with self._call():
-            deadline, is_first, taken, wake_seconds = Deadline(deadline_seconds), True, None, 0.0
-            self._unmap()
+        with self._call("wait", deadline_seconds) as deadline:
+            is_first, taken, wake_seconds = True, None, 0.0
             while True:
-                message, descriptors = self._channel.receive(deadline, "weights", "end", doing="hand over")
+                message = self._channel.receive(deadline, "weights", "end", doing="hand over")
                 if is_first:
                     deadline = Deadline(self._deadline_seconds)
                     self._enter("update")
-                    try:
-                        begun = time.perf_counter()
-                        self._memory.wake(Part.WEIGHTS)
-                        wake_seconds = time.perf_counter() - begun
-                    except BaseException:
-                        _close_all(descriptors)
-                        raise
+                    begun = time.perf_counter()
+                    self._memory.wake(Part.WEIGHTS)
+                    wake_seconds = time.perf_counter() - begun
                     is_first = False
                 if message["kind"] == "end":
                     break
                 if keep and taken is not None:
-                    _close_all(descriptors)
                     raise InvalidState(
                         "the trainer gave several groups of weights, of which keep=True needs one: give it a single mapping"
                     )
-                taken = self._open(message, descriptors, deadline)
+                taken = self._open(message, deadline)
                 if load is not None:
                     load(taken)
-                self._descriptors.synchronize()
+                self._synchronize(deadline)
+                if not keep:
+                    self._invalidate()
                 self._channel.send("loaded", deadline, size_bytes=taken.size_bytes, wake_seconds=wake_seconds)
                 wake_seconds = 0.0
                 deadline = Deadline(self._deadline_seconds)
+            if self._ranges:
+                self._release_addresses(keep=set(self._ranges))
             if not keep:
                 taken = None
-                self._unmap()
+                self._unmap(deadline)
             self._channel.send("complete", deadline, keeps=keep)
             self._channel.receive(deadline, "released", doing="release its memory")
             self._enter("wake")
@@ -618,71 +684,93 @@ class Engine(_Side):
 
         Raises `PeerDied`, `PeerFailed`, `DeadlinePassed`, and as the memory's `sleep` does.
         """
-        with self._call():
-            deadline = Deadline(deadline_seconds or self._deadline_seconds)
+        with self._call("generate", deadline_seconds) as deadline:
             self._enter("sleep")
-            self._descriptors.synchronize()
+            self._synchronize(deadline)
             self._memory.sleep(Part.REST)
             self._memory.sleep(Part.WEIGHTS)
-            self._unmap()
+            self._unmap(deadline)
             self._channel.send("returned", deadline)
             self._channel.receive(deadline, "awake", doing="wake")
             self._enter("wait")
 
-    def _open(self, message: dict[str, Any], descriptors: list[int], deadline: Deadline) -> Weights:
-        """Maps what is new in a message of weights, and returns the weights. Closes the descriptors."""
-        try:
-            while len(descriptors) < message["count"]:
-                descriptors += self._channel.receive(deadline, "more")[1]
-            waiting = iter(descriptors)
+    def _open(self, message: dict[str, Any], deadline: Deadline) -> Weights:
+        """Maps what is new in a message of weights, and returns the weights."""
+        number, fresh = value(message, "number", int), _fresh(value(message, "fresh", list), self._channel.peer)
+        count = sum(len(sizes) for _, sizes in fresh) + (self._page is None)
+        with closing(self._receive_descriptors(count, deadline)) as descriptors:
             if self._page is None:
-                self._page = StatePage(os.dup(next(waiting)), is_owner=False)
-            for whole, sizes in message["fresh"]:
-                self._map((int(whole[0]), int(whole[1])), [int(size) for size in sizes], waiting)
-        except (StopIteration, KeyError, TypeError, ValueError) as why:
-            raise WrongPeer(f"{self._channel.peer} sent an invalid description of its weights") from why
-        finally:
-            _close_all(descriptors)
+                page = next(descriptors)
+                try:
+                    self._page = StatePage(os.dup(page), is_owner=False)
+                except (OSError, ValueError) as why:
+                    raise WrongPeer(f"{self._channel.peer} sent an invalid state page: {why}") from why
+            for whole, sizes in fresh:
+                self._map(whole, sizes, descriptors)
         if "layouts" in message:
-            self._layouts[message["number"]] = {
-                name: Layout(of, offset, size, dtype, tuple(shape), tuple(stride))
-                for name, of, offset, size, dtype, shape, stride in message["layouts"]
-            }
+            self._layouts[number] = _layouts(value(message, "layouts", list), self._channel.peer)
+        layouts, ends = self._layouts.get(number), [size for _, size in self._ranges]
+        if layouts is None or not all(one.fits(ends) for one in layouts.values()):
+            raise WrongPeer(f"{self._channel.peer} sent no layouts of the group {number}, or some outside its memory")
         addresses = [self._reserved[one] for one in self._ranges]
-        weights = Weights(self._layouts[message["number"]], addresses, self._page, self._tensor)
+        weights = Weights(layouts, addresses, self._page, self._tensor)
         self._taken.append(weights)
         return weights
 
+    def _receive_descriptors(self, count: int, deadline: Deadline) -> Generator[int, None, None]:
+        """Requests descriptors in batches, and returns them one by one. Closes each batch before it requests the next."""
+        for at in range(0, count, DESCRIPTORS):
+            self._channel.send("next", deadline)
+            batch = self._channel.receive_descriptors(deadline, "chunks", min(count - at, DESCRIPTORS), "export its memory")
+            try:
+                yield from list(batch)
+            finally:
+                close_all(batch)
+
     def _map(self, whole: Range, sizes: list[int], descriptors: Iterator[int]) -> None:
-        if sum(sizes) != whole[1] or any(size <= 0 for size in sizes):
-            raise ValueError("the chunks do not fill the range")
+        """Maps a range, in place of earlier memory at its addresses."""
         if (base := self._reserved.get(whole)) is None:
             base = self._reserved[whole] = self._descriptors.reserve(whole[1])
+        self._unmap_range(whole)
         at, parts = base, self._mapped.setdefault(whole, [])
         for size in sizes:
             self._descriptors.map(at, size, next(descriptors))
             parts.append((at, size))
             at += size
         self._descriptors.allow(base, whole[1], is_writable=self._is_writable)
-        self._ranges.append(whole)
+        if whole not in self._ranges:
+            self._ranges.append(whole)
 
-    def _unmap(self) -> None:
+    def _unmap_range(self, whole: Range) -> None:
+        parts = self._mapped.get(whole, [])
+        while parts:
+            self._descriptors.unmap(*parts[-1])
+            parts.pop()
+        self._mapped.pop(whole, None)
+
+    def _unmap(self, deadline: Deadline) -> None:
         """Unmaps the trainer's memory. The addresses stay reserved."""
-        for weights in self._taken:
-            weights._is_mapped = False
-        self._taken.clear()
+        self._invalidate()
         if self._mapped:
-            self._descriptors.synchronize()
+            self._synchronize(deadline)
         for whole in list(self._mapped):
-            parts = self._mapped[whole]
-            while parts:
-                self._descriptors.unmap(*parts[-1])
-                parts.pop()
-            del self._mapped[whole]
+            self._unmap_range(whole)
         self._ranges.clear()
         if self._page is not None:
             self._page.close()
             self._page = None
+
+    def _invalidate(self) -> None:
+        for weights in self._taken:
+            weights._is_mapped = False
+        self._taken.clear()
+
+    def _release_addresses(self, keep: Collection[Range] = ()) -> None:
+        """Releases all other addresses, of which none is mapped, and their tensors."""
+        for whole in [one for one in self._reserved if one not in keep]:
+            base = self._reserved.pop(whole)
+            self._views = {key: view for key, view in self._views.items() if not base <= key[0] < base + whole[1]}
+            self._descriptors.release(base, whole[1])
 
     def _tensor(self, layout: Layout, address: int) -> Any:
         """Returns the tensor of a layout. Equal layouts at equal addresses are one object in all turns."""
@@ -693,7 +781,8 @@ class Engine(_Side):
         return found
 
     def _abandon(self) -> None:
-        self._unmap()
+        self._unmap(Deadline(ABANDON_SECONDS))
+        self._release_addresses()
 
 
 class Gathering:
@@ -769,12 +858,14 @@ def adopt(parameters: Iterable[tuple[str, torch.Tensor]], weights: Weights) -> i
     """
     found = list(parameters)
     for name, parameter in found:
-        layout, own = _layout_of(name, weights), _layout(parameter, _span(name, parameter), None)
-        if (layout.dtype, layout.shape, layout.stride) != (own.dtype, own.shape, own.stride):
+        layout, own = _layout_of(name, weights), _layout(parameter, _span(name, parameter), [])
+        is_equal = (layout.dtype, layout.shape) == (own.dtype, own.shape)
+        if not is_equal or (own.size_bytes and layout.stride != own.stride):
             raise UnequalLayouts(
                 f"{name} is {own} in the engine and {layout} in the trainer: copy it (`copy_into`), or use one layout"
             )
-    moved = [(name, parameter) for name, parameter in found if parameter.data_ptr() != weights.address(name)]
+    # Parameters of size zero stay as they are.
+    moved = [(name, one) for name, one in found if weights.layouts[name].size_bytes and one.data_ptr() != weights.address(name)]
     for name, parameter in moved:
         parameter.data = weights[name]
     return len(moved)
@@ -794,8 +885,9 @@ def copy_into(parameters: Iterable[tuple[str, torch.Tensor]], weights: Weights) 
             raise UnequalLayouts(
                 f"{name} has the shape {list(parameter.shape)} in the engine and {list(layout.shape)} in the trainer"
             )
-        to.append(parameter)
-        of.append(weights[name])
+        if layout.size_bytes:
+            to.append(parameter)
+            of.append(weights[name])
     if to:
         with torch.no_grad():
             torch._foreach_copy_(to, of)
@@ -806,6 +898,8 @@ def end_process(seconds: float = 5.0, status: int = 1) -> Callable[[Error], None
 
     A process may be blocked in a collective that a dead rank does not join. Its memory returns to the device only when it ends.
     """
+    if not 0 <= seconds <= threading.TIMEOUT_MAX:
+        raise InvalidArgument(f"the time to end is {seconds} s: give a number of at least 0")
 
     def end(error: Error) -> None:
         def later() -> None:
@@ -819,6 +913,11 @@ def end_process(seconds: float = 5.0, status: int = 1) -> Callable[[Error], None
             os.write(2, text.encode(errors="backslashreplace"))
 
     return end
+
+
+def _is_orderly(error: BaseException) -> bool:
+    """Returns `True` for an end that is not a failure, such as `sys.exit(0)`."""
+    return isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0))
 
 
 def _is_gathered(parameter: Any) -> bool:
@@ -851,12 +950,13 @@ def _span(name: str, tensor: Any) -> tuple[int, int]:
     return tensor.data_ptr(), (last + 1) * tensor.element_size()
 
 
-def _layout(tensor: Any, span: tuple[int, int], ranges: list[Range] | None) -> Layout:
+def _layout(tensor: Any, span: tuple[int, int], ranges: list[tuple[int, Range]]) -> Layout:
+    """Returns the layout of a tensor in one of some numbered ranges, or outside of all."""
     address, size = span
     of, offset = 0, 0
-    if ranges and size:
-        of = next(at for at, (first, length) in enumerate(ranges) if first <= address and address + size <= first + length)
-        offset = address - ranges[of][0]
+    for number, (first, length) in ranges:
+        if size and first <= address and address + size <= first + length:
+            of, offset = number, address - first
     return Layout(of, offset, size, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tuple(tensor.stride()))
 
 
@@ -865,9 +965,11 @@ def _torch_view(device: int) -> Callable[[Layout, int], Any]:
     import torch
 
     def view(layout: Layout, address: int) -> Any:
-        dtype = getattr(torch, layout.dtype)
+        dtype = getattr(torch, layout.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise UnequalLayouts(f"this PyTorch has no type {layout.dtype}: use one version on both sides")
         if layout.size_bytes == 0:
-            return torch.empty(layout.shape, dtype=dtype, device=f"cuda:{device}")
+            return torch.empty_strided(layout.shape, layout.stride, dtype=dtype, device=f"cuda:{device}")
         return (
             torch.as_tensor(_Bytes(address, layout.size_bytes), device=f"cuda:{device}")
             .view(dtype)
@@ -884,10 +986,36 @@ class _Bytes:
         self.__cuda_array_interface__ = {"shape": (size_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
-def _close_all(descriptors: list[int]) -> None:
-    while descriptors:
-        with suppress(OSError):
-            os.close(descriptors.pop())
+def _fresh(sent: list[Any], peer: Member | None) -> list[tuple[Range, list[int]]]:
+    """Returns the ranges of a message, and the sizes of their chunks. Raises `WrongPeer`."""
+    try:
+        fresh = [((whole[0], whole[1]), list(sizes)) for whole, sizes in sent]
+        for whole, sizes in fresh:
+            _check_numbers([*whole, *sizes])
+            if sum(sizes) != whole[1] or 0 in sizes or not sizes:
+                raise ValueError("the chunks do not fill the range")
+    except (LookupError, TypeError, ValueError) as why:
+        raise WrongPeer(f"{peer} sent an invalid description of its memory: {why}") from why
+    return fresh
+
+
+def _layouts(sent: list[Any], peer: Member | None) -> dict[str, Layout]:
+    """Returns the layouts of a message by name. Raises `WrongPeer`."""
+    found = {}
+    try:
+        for name, of, offset, size, dtype, shape, stride in sent:
+            _check_numbers([of, offset, size, *shape, *stride])
+            if not isinstance(name, str) or not isinstance(dtype, str) or len(shape) != len(stride):
+                raise ValueError("a layout has no name, type, shape and strides")
+            found[name] = Layout(of, offset, size, dtype, tuple(shape), tuple(stride))
+    except (TypeError, ValueError) as why:
+        raise WrongPeer(f"{peer} sent an invalid description of its weights: {why}") from why
+    return found
+
+
+def _check_numbers(numbers: list[Any]) -> None:
+    if not all(type(number) is int and 0 <= number <= NUMBER_MAXIMUM for number in numbers):
+        raise ValueError("a number is out of range")
 
 
 def _accept(listener: Listener, deadline: Deadline, peer: Member, membership: Membership) -> Any:

@@ -34,7 +34,9 @@ class Descriptors(Protocol):
     """Equal in two processes exactly if they use the same device."""
 
     def chunks(self, address: int, size_bytes: int) -> list[Chunk]: ...
-    def export(self, chunk: Chunk) -> int: ...
+    def hold(self, chunk: Chunk) -> int: ...
+    def export(self, handle: int) -> int: ...
+    def drop(self, handle: int) -> None: ...
     def reserve(self, size_bytes: int) -> int: ...
     def release(self, address: int, size_bytes: int) -> None: ...
     def map(self, address: int, size_bytes: int, descriptor: int) -> None: ...
@@ -119,14 +121,25 @@ class CudaDescriptors:
         self._call("cuMemRelease", handle)
         return handle.value
 
-    def export(self, chunk: Chunk) -> int:
-        """Returns a descriptor of a chunk, which the caller closes."""
-        handle, descriptor = c_ulonglong(), c_int(-1)
+    def hold(self, chunk: Chunk) -> int:
+        """Returns the handle of a chunk's memory, and keeps the memory until `drop`. Until then, no other memory has this handle."""
+        handle = c_ulonglong()
         self._call("cuMemRetainAllocationHandle", byref(handle), c_void_p(chunk[0]))
+        return handle.value
+
+    def drop(self, handle: int) -> None:
+        """Ends a `hold`."""
+        self._call("cuMemRelease", c_ulonglong(handle))
+
+    def export(self, handle: int) -> int:
+        """Returns a descriptor of the memory of a handle, which the caller closes."""
+        descriptor = c_int(-1)
         try:
-            self._call("cuMemExportToShareableHandle", byref(descriptor), handle, FILE_DESCRIPTOR, c_ulonglong(0))
-        finally:
-            self._call("cuMemRelease", handle)
+            self._call("cuMemExportToShareableHandle", byref(descriptor), c_ulonglong(handle), FILE_DESCRIPTOR, c_ulonglong(0))
+        except CudaError:
+            # The driver does not state why it has no descriptor. This raises an OSError if the process may open no more files.
+            os.close(os.memfd_create("symmalloc-probe", os.MFD_CLOEXEC))
+            raise
         os.set_inheritable(descriptor.value, False)
         return descriptor.value
 

@@ -11,10 +11,13 @@ end (`SO_PEERCRED`); a process of another user is rejected. A message is a JSON 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import io
 import json
+import math
 import os
+import resource
 import select
 import selectors
 import socket
@@ -22,16 +25,16 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .errors import DeadlinePassed, Error, InvalidArgument, InvalidState, PeerDied, PeerFailed, WrongPeer
+from .errors import DeadlinePassed, Error, InvalidArgument, InvalidState, PeerDied, PeerFailed, TooManyOpenFiles, WrongPeer
 from .private_folder import PrivateFolder, Untrusted
 
-PROTOCOL = 1
+PROTOCOL = 2
 HUB = "turns"
 TRAINER, ENGINE = "trainer", "engine"
 PATH_BYTES = 107
@@ -42,11 +45,13 @@ HUB_BYTES = 64 << 10
 TEXT_CHARACTERS = 4096
 """The longest error text that a process reports to the others."""
 DESCRIPTORS = 64
-"""The most descriptors of one message. The kernel allows 253."""
+"""The most descriptors of one message, and the most that a side holds at once. The kernel allows 253."""
 HEADER = struct.Struct("!III")
 """The protocol, the size of the body, and the number of descriptors."""
 NAMING_SECONDS = 1.0
 """How long a closed connection waits for the hub to name the phase."""
+WAIT_SECONDS = 3600.0
+"""The longest single wait. Longer deadlines wait again."""
 
 _shared: weakref.WeakSet[socket.socket | io.FileIO] = weakref.WeakSet()
 """Sockets and locks, which a forked child would keep after this process has died."""
@@ -58,6 +63,24 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
+
+
+def too_many_files(what: str) -> TooManyOpenFiles:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return TooManyOpenFiles(
+        f"{what}: this process may have {limit} open files. Raise the limit, for example with `ulimit -n 65536`"
+    )
+
+
+@contextmanager
+def naming_limits() -> Iterator[None]:
+    """Raises `TooManyOpenFiles` in place of the system's errors for that limit."""
+    try:
+        yield
+    except OSError as why:
+        if why.errno in (errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS):
+            raise too_many_files(f"{errno.errorcode[why.errno]}, {os.strerror(why.errno)}") from why
+        raise
 
 
 @dataclass(frozen=True, order=True)
@@ -73,7 +96,7 @@ class Member:
 
 
 class Deadline:
-    """The end of a call."""
+    """The end of a call. Infinity means no end."""
 
     def __init__(self, seconds: float) -> None:
         if not seconds > 0:
@@ -82,7 +105,8 @@ class Deadline:
         self._until = time.monotonic() + seconds
 
     def left(self) -> float:
-        return max(0.0, self._until - time.monotonic())
+        """Returns the seconds that are left, or `WAIT_SECONDS` if there are more."""
+        return min(max(0.0, self._until - time.monotonic()), WAIT_SECONDS)
 
 
 def socket_path(folder: Path, name: str) -> str:
@@ -230,43 +254,63 @@ class Channel:
                 raise
 
     def send(self, kind: str, deadline: Deadline, descriptors: Sequence[int] = (), **body: Any) -> None:
-        """Sends a message. Raises `DeadlinePassed`, `PeerDied`, `PeerFailed`."""
+        """Sends a message. Raises `DeadlinePassed`, `PeerDied`, `PeerFailed`, `TooManyOpenFiles`."""
         text = json.dumps({"kind": kind, **body}).encode()
+        if len(text) > MESSAGE_BYTES:
+            raise InvalidArgument(
+                f"a message of {len(text)} bytes describes the weights, and the limit is {MESSAGE_BYTES}: give them in groups"
+            )
         message = memoryview(HEADER.pack(PROTOCOL, len(text), len(descriptors)) + text)
         first = list(descriptors)
         while message:
             try:
-                sent = (
-                    socket.send_fds(self.socket, [message], first, socket.MSG_NOSIGNAL)
-                    if first
-                    else self.socket.send(message, socket.MSG_NOSIGNAL)
-                )
+                with naming_limits():
+                    sent = (
+                        socket.send_fds(self.socket, [message], first, socket.MSG_NOSIGNAL)
+                        if first
+                        else self.socket.send(message, socket.MSG_NOSIGNAL)
+                    )
                 message, first = message[sent:], []
             except BlockingIOError:
                 self._wait(select.POLLOUT, deadline, "receive a message")
+            except TooManyOpenFiles:
+                raise
             except OSError as why:
                 raise self._died() from why
 
-    def receive(self, deadline: Deadline, *kinds: str, doing: str = "answer") -> tuple[dict[str, Any], list[int]]:
-        """Returns a message of one of these kinds, and its descriptors, which the caller closes.
+    def receive(self, deadline: Deadline, *kinds: str, doing: str = "answer") -> dict[str, Any]:
+        """Returns a message of one of these kinds, which has no descriptors.
 
         Raises `DeadlinePassed`, `PeerDied`, `PeerFailed`, and `WrongPeer` for a message that has no meaning.
         """
+        return self._receive(deadline, kinds, doing, [], 0)
+
+    def receive_descriptors(self, deadline: Deadline, kind: str, count: int, doing: str = "answer") -> list[int]:
+        """Returns the descriptors of a message, which the caller closes. Raises as `receive`, and `TooManyOpenFiles`."""
         received: list[int] = []
+        self._receive(deadline, (kind,), doing, received, count)
+        return received
+
+    def _receive(
+        self, deadline: Deadline, kinds: Sequence[str], doing: str, received: list[int], expected: int
+    ) -> dict[str, Any]:
+        """Returns a message, and appends its descriptors. Closes them if it fails."""
         try:
             protocol, size, count = HEADER.unpack(self._bytes(HEADER.size, received, deadline, doing))
             if protocol != PROTOCOL or size > MESSAGE_BYTES or count > DESCRIPTORS:
                 raise WrongPeer(f"{self.peer} sent an invalid message: use one version of symmalloc on both sides")
             body = json.loads(self._bytes(size, received, deadline, doing))
-            if not isinstance(body, dict) or body.get("kind") not in kinds or len(received) != count:
+            if not isinstance(body, dict) or body.get("kind") not in kinds:
                 kind = body.get("kind") if isinstance(body, dict) else None
                 raise WrongPeer(f"{self.peer} sent {kind!r} instead of {' or '.join(kinds)}: both sides must call in turns")
-            return body, received
-        except ValueError as why:
-            _close(received)
+            if not len(received) == count == expected:
+                raise WrongPeer(f"{self.peer} sent {len(received)} descriptors with {body['kind']!r} instead of {expected}")
+            return body
+        except (ValueError, RecursionError) as why:
+            close_all(received)
             raise WrongPeer(f"{self.peer} sent an invalid message") from why
         except BaseException:
-            _close(received)
+            close_all(received)
             raise
 
     def _bytes(self, count: int, descriptors: list[int], deadline: Deadline, doing: str) -> bytes:
@@ -280,7 +324,9 @@ class Channel:
             except OSError as why:
                 raise self._died() from why
             descriptors += more
-            if not part or flags & socket.MSG_CTRUNC:
+            if flags & socket.MSG_CTRUNC and len(more) < DESCRIPTORS:
+                raise too_many_files(f"the system did not deliver all descriptors from {self.peer}")
+            if not part:
                 raise self._died()
             parts += part
         return bytes(parts)
@@ -289,13 +335,12 @@ class Channel:
         poll = select.poll()
         poll.register(self.socket, what)
         if self._watch is not None:
-            self._watch.check()
             poll.register(self._watch.reader, select.POLLIN)
         ready = poll.poll(deadline.left() * 1000)
         # What the peer has sent comes first: it may have ended in order.
         if self._watch is not None and not any(of == self.socket.fileno() for of, _ in ready):
             self._watch.check()
-        if not ready:
+        if not ready and deadline.left() == 0:
             raise DeadlinePassed(f"{self.peer} did not {doing} within {deadline.seconds} s")
 
     def _died(self) -> PeerDied | PeerFailed:
@@ -311,10 +356,20 @@ class Channel:
         self.socket.close()
 
 
-def _close(descriptors: list[int]) -> None:
-    for one in descriptors:
+def close_all(descriptors: list[int]) -> None:
+    while descriptors:
         with suppress(OSError):
-            os.close(one)
+            os.close(descriptors.pop())
+
+
+def value(message: dict[str, Any], name: str, kind: type) -> Any:
+    """Returns a value of a message. Raises `WrongPeer` if it is missing or has another type."""
+    found = message.get(name)
+    if type(found) is not kind:
+        raise WrongPeer(
+            f"{name!r} in the message {message.get('kind')!r} is no {kind.__name__}: use one version of symmalloc on both sides"
+        )
+    return found
 
 
 @dataclass
@@ -508,25 +563,29 @@ class Membership:
         kinds = ("missing", "died", "failed", "rejected", "ended")
         while not self._is_closed:
             try:
-                said, _ = self._channel.receive(Deadline(3600.0), *kinds)
-            except DeadlinePassed:
-                continue
+                said = self._channel.receive(Deadline(math.inf), *kinds)
+                if said["kind"] == "ended":
+                    return
+                self._heard(said)
+            except WrongPeer as error:
+                self._set(error)
             except (Error, OSError, ValueError):
                 if not self._is_closed:
                     self._set(PeerDied("trainer 0 has died: its connection was closed"))
                 return
-            if said["kind"] == "missing":
-                self._missing = list(said["those"])
-                if not self._missing:
-                    self._is_complete.set()
-            elif said["kind"] == "ended":
-                return
-            elif said["kind"] == "died":
-                self._set(PeerDied(f"{said['of']} died in the phase `{said['phase']}`"))
-            elif said["kind"] == "failed":
-                self._set(PeerFailed(f"{said['of']} failed in the phase `{said['phase']}`: {said['why']}"))
-            else:
-                self._set(WrongPeer(str(said["why"])))
+
+    def _heard(self, said: dict[str, Any]) -> None:
+        if said["kind"] == "missing":
+            self._missing = [str(one) for one in value(said, "those", list)]
+            if not self._missing:
+                self._is_complete.set()
+        elif said["kind"] == "died":
+            self._set(PeerDied(f"{value(said, 'of', str)} died in the phase `{value(said, 'phase', str)}`"))
+        elif said["kind"] == "failed":
+            of, phase, why = (value(said, name, str) for name in ("of", "phase", "why"))
+            self._set(PeerFailed(f"{of} failed in the phase `{phase}`: {why}"))
+        else:
+            self._set(WrongPeer(value(said, "why", str)))
 
     def _set(self, error: Error) -> None:
         if self.watch.set(error) and self._on_death is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import math
 import mmap
 import os
 import signal
@@ -16,6 +18,7 @@ import time
 import unittest
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +27,7 @@ import needs
 import test_jobs
 from symmalloc import colocate, turn_peers
 from symmalloc.allocator import Phase
-from symmalloc.colocate import Engine, Gathering, Layout, Part, Trainer, Unmanaged
+from symmalloc.colocate import Engine, Gathering, Layout, Part, Trainer, Unmanaged, adopt
 from symmalloc.descriptors import StatePage
 from symmalloc.errors import (
     DeadlinePassed,
@@ -33,6 +36,7 @@ from symmalloc.errors import (
     PeerDied,
     PeerFailed,
     StaleImport,
+    TooManyOpenFiles,
     UnequalLayouts,
     WrongPeer,
     visible_line,
@@ -235,7 +239,7 @@ class Turns(unittest.TestCase):
             with self.assertRaisesRegex(InvalidState, "separate folder for each job"):
                 Trainer(self.folder, 0, 1, memory=Unmanaged(), descriptors=Host(), deadline_seconds=1.0)
             with self.assertRaisesRegex(InvalidArgument, "give a number above 0"):
-                trainer.take(deadline_seconds=-1.0)
+                trainer.hand_over({}, deadline_seconds=-1.0)
         with self.assertRaisesRegex(InvalidArgument, "rank 2 is not one of 2 ranks"):
             Trainer(self.folder, 2, 2, memory=Unmanaged(), descriptors=Host())
         with self.assertRaisesRegex(InvalidArgument, "107 bytes"):
@@ -246,53 +250,107 @@ class Turns(unittest.TestCase):
         with self.assertRaisesRegex(InvalidState, "others can write"):
             Trainer(shared, 0, 1, memory=Unmanaged(), descriptors=Host())
 
-    def test_text_of_others_cannot_control_a_terminal_or_forge_a_line(self) -> None:
-        self.assertEqual(
-            visible_line("red\x1b[31m\nsymmalloc: all ranks are done"), "red\\u{1b}[31m\\nsymmalloc: all ranks are done"
-        )
-        for hidden in "\t\x7f\x9b\xad\u202e\u200b\u2028\ufeff\ud800\U000e0041\U0010ffff":
-            self.assertEqual(visible_line(hidden), f"\\u{{{ord(hidden):x}}}")
-        for plain in ("wörter 漢字 😀", r"C:\path"):
-            self.assertEqual(visible_line(plain), plain)
-        forged = "\x1b[2J\nsymmalloc: done"
-
-        def load(_: Any) -> None:
-            raise ValueError(forged)
-
+    def test_a_call_out_of_turn_has_no_effect(self) -> None:
         with pair(self.folder) as (trainer, engine):
+            for act in (trainer.take, engine.hand_over):
+                with self.assertRaisesRegex(InvalidState, "in the phase `(train|wait)`: call hand_over"):
+                    act()
+            for turn in range(2):
+                self.assertEqual(together(lambda: trainer.hand_over({}), lambda: engine.take(deadline_seconds=5.0)), [None, None])
+                page = trainer._page
+                for act in (trainer.hand_over, engine.take):
+                    with self.assertRaisesRegex(InvalidState, "in the phase `(wait|generate)`"):
+                        act()
+                self.assertIs(trainer._page, page, f"turn {turn}")
+                self.assertEqual(together(trainer.take, engine.hand_over), [None, None])
+
+    def test_a_second_thread_cannot_enter_a_call(self) -> None:
+        with pair(self.folder) as (trainer, engine):
+            errors: list[BaseException | None] = []
+
+            def load(_: Any) -> None:
+                errors.extend(together(lambda: trainer.hand_over({}), engine.take))
+
             tensor = Tensor(trainer._descriptors.allocate(4096), 8)
-            told, _ = together(lambda: trainer.hand_over({"w": tensor}), lambda: engine.take(load, deadline_seconds=5.0))
-            self.assertTrue(str(told).endswith(r"ValueError: \u{1b}[2J\nsymmalloc: done"), told)
+            self.assertEqual(
+                together(lambda: trainer.hand_over({"w": tensor}), lambda: engine.take(load, deadline_seconds=5.0)), [None, None]
+            )
+            self.assertEqual([type(error) for error in errors], [InvalidState] * 2)
+
+    def test_deadlines_of_zero_are_errors_without_effect_and_infinity_is_none(self) -> None:
+        with pair(self.folder, seconds=math.inf) as (trainer, engine):
+            for seconds in (0, 0.0, -1.0, math.nan, -math.inf):
+                for act in (trainer.hand_over, engine.take):
+                    with self.assertRaisesRegex(ValueError, "give a number above 0"):
+                        act(deadline_seconds=seconds)
+            for seconds in (math.inf, 1e300, None):
+                for acts in ((trainer.hand_over, engine.take), (trainer.take, engine.hand_over)):
+                    self.assertEqual(together(*(partial(act, deadline_seconds=seconds) for act in acts)), [None, None], seconds)
+        with self.assertRaisesRegex(ValueError, "give a number above 0"):
+            Trainer(self.folder, 0, 1, memory=Unmanaged(), descriptors=Host(), deadline_seconds=0)
+        for seconds in (-1.0, math.nan, math.inf):
+            with self.assertRaisesRegex(ValueError, "give a number of at least 0"):
+                colocate.end_process(seconds)
+
+    def test_a_wait_longer_than_the_systems_limit_waits_again(self) -> None:
         first, second = channels(self)
-        second.send(forged, turn_peers.Deadline(1.0))
-        with self.assertRaises(WrongPeer) as raised:
-            first.receive(turn_peers.Deadline(1.0), "hello")
-        self.assertTrue(str(raised.exception).isprintable())
-        for kind in (PeerDied, PeerFailed, DeadlinePassed, WrongPeer, UnequalLayouts):
-            self.assertTrue(str(kind(forged)).isprintable(), kind)
+        with mock.patch.object(turn_peers, "WAIT_SECONDS", 0.05):
+            threading.Timer(0.3, lambda: second.send("hello", turn_peers.Deadline(1.0))).start()
+            self.assertEqual(first.receive(turn_peers.Deadline(5.0), "hello"), {"kind": "hello"})
+            with self.assertRaisesRegex(DeadlinePassed, r"did not answer within 0\.2 s"):
+                first.receive(turn_peers.Deadline(0.2), "hello")
 
-    def test_a_state_page_cannot_shrink_and_an_unsealed_one_is_rejected(self) -> None:
-        page = StatePage.create()
-        self.addCleanup(page.close)
-        for size in (0, 2 * mmap.PAGESIZE):
-            with self.assertRaises(PermissionError):
-                os.ftruncate(page.fileno(), size)
+    def test_a_start_that_fails_tells_the_others_the_cause(self) -> None:
+        def on_phase(phase: str) -> None:
+            raise KeyError("no such phase")
+
         before = open_files()
-        unsealed = os.memfd_create("page", os.MFD_ALLOW_SEALING)
-        os.ftruncate(unsealed, mmap.PAGESIZE)
-        with self.assertRaisesRegex(ValueError, "not sealed"):
-            StatePage(os.dup(unsealed), is_owner=False)
-        with open(os.devnull) as file, self.assertRaises(OSError):
-            StatePage(os.dup(file.fileno()), is_owner=False)
-        with pair(self.folder) as (trainer, engine):
-            tensor = Tensor(trainer._descriptors.allocate(4096), 8)
-            with mock.patch.object(StatePage, "fileno", lambda _: unsealed):
-                told, raised = together(lambda: trainer.hand_over({"w": tensor}), lambda: engine.take(deadline_seconds=5.0))
-            self.assertIsInstance(raised, WrongPeer)
-            self.assertIsInstance(told, PeerFailed)
-            trainer._descriptors.close()
-        os.close(unsealed)
-        self.assertEqual(open_files(), before)
+        sides: list[Engine] = []
+        made = {"memory": Unmanaged(), "deadline_seconds": 5.0}
+        failed, _ = together(
+            lambda: Trainer(self.folder, 0, 1, descriptors=Host(), on_phase=on_phase, **made),
+            lambda: sides.append(Engine(self.folder, 0, 1, descriptors=Host(), **made)),
+        )
+        self.assertIsInstance(failed, KeyError)
+        with self.assertRaisesRegex(PeerFailed, "trainer 0 .* failed in the phase `train`: KeyError"):
+            sides[0].take(deadline_seconds=5.0)
+        sides[0].close()
+        self.assertEqual((open_files(), threads()), (before, []))
+
+    def test_only_an_exit_with_status_zero_leaves_in_order(self) -> None:
+        for code, kind, says in (
+            (3, PeerFailed, "SystemExit: 3"),
+            ("no data", PeerFailed, "SystemExit: no data"),
+            (0, PeerDied, "closed its connection"),
+            (None, PeerDied, "closed its connection"),
+        ):
+            with self.subTest(code=code), pair(self.folder) as (trainer, engine):
+                with self.assertRaises(SystemExit), engine:
+                    sys.exit(code)
+                with self.assertRaisesRegex(kind, says):
+                    trainer.hand_over({}, deadline_seconds=5.0)
+
+    def test_an_error_in_any_step_leaves_no_descriptor_open(self) -> None:
+        class Fails(Unmanaged):
+            def wake(self, part: Part) -> None:
+                raise MemoryError("no room")
+
+        def on_phase(phase: str) -> None:
+            if phase == "update":
+                raise KeyError(phase)
+
+        full = Host()
+        full.map = mock.Mock(side_effect=MemoryError)
+        for options in ({"memories": (Unmanaged(), Fails())}, {"on_phase": on_phase}, {}):
+            with self.subTest(**options):
+                hosts = Host(), Host() if options else full
+                tensor = Tensor(hosts[0].allocate(4096), 8)
+                before = open_files()
+                with pair(self.folder, hosts=hosts, **options) as (trainer, engine):
+                    told, raised = together(lambda: trainer.hand_over({"w": tensor}), lambda: engine.take(deadline_seconds=5.0))
+                    self.assertIsInstance(raised, (MemoryError, KeyError))
+                    self.assertIsInstance(told, PeerFailed)
+                self.assertEqual(open_files(), before)
 
     def test_constructors_that_fail_half_way_close_what_they_opened(self) -> None:
         turn_peers.open_folder(self.folder)
@@ -414,6 +472,32 @@ colocate.end_process(0.3, 7)(errors.PeerDied("engine 0 died"))
         self.assertEqual(done.returncode, 7)
         self.assertGreater(time.monotonic() - begun, 0.3)
 
+    def join_hub(self, *members: tuple[str, int]) -> tuple[turn_peers.Hub, list[turn_peers.Channel]]:
+        """Returns a hub, and the connections of some members of two pairs."""
+        turn_peers.open_folder(self.folder)
+        hub, channels = turn_peers.Hub(Path(self.folder), 2), []
+        deadline, peer = turn_peers.Deadline(10.0), turn_peers.Member("trainer", 0)
+        for role, rank in members:
+            one = turn_peers.Channel.connect(f"{self.folder}/turns", None, peer, deadline)
+            self.addCleanup(one.close)
+            one.send("join", deadline, role=role, rank=rank, pid=7)
+            one.receive(deadline, "missing")
+            channels.append(one)
+        return hub, channels
+
+    def test_a_death_that_the_hub_notices_while_it_sends_is_reported(self) -> None:
+        hub, (trainer, _, failing) = self.join_hub(("trainer", 0), ("engine", 0), ("engine", 1))
+        self.addCleanup(hub.close)
+        (stuck,) = (one for one in hub._connected if one.member == turn_peers.Member("engine", 0))
+        # The smallest buffer. It does not take the next message, and engine 0 does not read.
+        stuck.channel.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        deadline = turn_peers.Deadline(10.0)
+        failing.send("failed", deadline, why="x" * 60_000)
+        heard = [trainer.receive(deadline, "missing", "failed", "died") for _ in range(4)]
+        self.assertEqual(
+            {(said["kind"], said["of"]) for said in heard[2:]}, {("failed", "engine 1 (pid 7)"), ("died", "engine 0 (pid 7)")}
+        )
+
     def test_an_invalid_message_to_the_hub_ends_its_process_for_the_others(self) -> None:
         for bad in (
             turn_peers.HEADER.pack(turn_peers.PROTOCOL, 1 << 31, 0),
@@ -428,6 +512,192 @@ colocate.end_process(0.3, 7)(errors.PeerDied("engine 0 died"))
                 with self.assertRaisesRegex(PeerDied, r"engine 0 \(pid \d+\) died in the phase `wait`"):
                     trainer.hand_over({}, deadline_seconds=5.0)
 
+    def test_text_of_others_cannot_control_a_terminal_or_forge_a_line(self) -> None:
+        self.assertEqual(
+            visible_line("red\x1b[31m\nsymmalloc: all ranks are done"), "red\\u{1b}[31m\\nsymmalloc: all ranks are done"
+        )
+        for hidden in "\t\x7f\x9b\xad\u202e\u200b\u2028\ufeff\ud800\U000e0041\U0010ffff":
+            self.assertEqual(visible_line(hidden), f"\\u{{{ord(hidden):x}}}")
+        for plain in ("wörter 漢字 😀", r"C:\path"):
+            self.assertEqual(visible_line(plain), plain)
+        forged = "\x1b[2J\nsymmalloc: done"
+
+        def load(_: Any) -> None:
+            raise ValueError(forged)
+
+        with pair(self.folder) as (trainer, engine):
+            tensor = Tensor(trainer._descriptors.allocate(4096), 8)
+            told, _ = together(lambda: trainer.hand_over({"w": tensor}), lambda: engine.take(load, deadline_seconds=5.0))
+            self.assertTrue(str(told).endswith(r"ValueError: \u{1b}[2J\nsymmalloc: done"), told)
+        first, second = channels(self)
+        second.send(forged, turn_peers.Deadline(1.0))
+        with self.assertRaises(WrongPeer) as raised:
+            first.receive(turn_peers.Deadline(1.0), "hello")
+        self.assertTrue(str(raised.exception).isprintable())
+        for kind in (PeerDied, PeerFailed, DeadlinePassed, WrongPeer, UnequalLayouts):
+            self.assertTrue(str(kind(forged)).isprintable(), kind)
+
+    def test_a_malformed_description_is_the_wrong_peer(self) -> None:
+        whole, layout = [4096, 8192], ["w", 0, 0, 32, "float32", [8], [1]]
+        valid: dict[str, Any] = {"number": 0, "fresh": [[whole, [8192]]], "layouts": [layout]}
+
+        def changed(at: int, value: Any) -> dict[str, Any]:
+            return {"layouts": [[*layout[:at], value, *layout[at + 1 :]]]}
+
+        for change in (
+            {"number": None}, {"number": "0"}, {"number": True}, {"number": 1, "layouts": None}, {"fresh": 3}, {"fresh": [3]},
+            {"fresh": [[whole, []]]}, {"fresh": [[whole, [0, 8192]]]}, {"fresh": [[whole, [4096]]]}, {"fresh": [[whole, ["8192"]]]},
+            {"fresh": [[[4096], [8192]]]}, {"fresh": [[[4096, 1 << 64], [1 << 64]]]}, {"fresh": [[[0, -1], [-1]]]},
+            {"layouts": {}}, {"layouts": [layout[:-1]]}, {"layouts": [7]}, changed(0, 7), changed(1, 1), changed(1, -1), changed(2, 8192),
+            changed(2, "0"), changed(3, 1 << 40), changed(4, None), changed(5, 8), changed(5, [8.5]), changed(6, [1, 1]),
+        ):  # fmt: skip
+            with self.subTest(change=change), pair(self.folder) as (trainer, engine):
+                host, page = trainer._descriptors, StatePage.create()
+                host.allocate(8192)
+                (chunk,) = host._files
+
+                def lie() -> None:
+                    deadline = turn_peers.Deadline(5.0)
+                    trainer._channel.send("weights", deadline, **valid | change)
+                    with suppress(PeerDied, PeerFailed):
+                        trainer._send_descriptors([page.fileno()], [host.hold(chunk)], deadline)
+
+                _, raised = together(lie, lambda: engine.take(deadline_seconds=5.0))
+                self.assertIsInstance(raised, WrongPeer, raised)
+                self.assertEqual(engine._descriptors.maps, 0)
+                page.close()
+        first, second = channels(self)
+        deadline = turn_peers.Deadline(1.0)
+        body = b"[" * 100_000
+        second.socket.sendall(turn_peers.HEADER.pack(turn_peers.PROTOCOL, len(body), 0) + body)
+        with self.assertRaisesRegex(WrongPeer, "invalid message"):
+            first.receive(deadline, "hello")
+        with mock.patch.object(turn_peers, "MESSAGE_BYTES", 100), self.assertRaisesRegex(InvalidArgument, "give them in groups"):
+            first.send("hello", deadline, text="x" * 100)
+        for change in ({"keeps": 1}, {}):
+            with self.subTest(change=change), pair(self.folder) as (trainer, engine):
+                engine._channel.send("complete", deadline, **change)
+                with self.assertRaisesRegex(WrongPeer, "'keeps' in the message 'complete' is no bool"):
+                    trainer.hand_over({}, deadline_seconds=5.0)
+
+    def test_a_state_page_cannot_shrink_and_an_unsealed_one_is_rejected(self) -> None:
+        page = StatePage.create()
+        self.addCleanup(page.close)
+        for size in (0, 2 * mmap.PAGESIZE):
+            with self.assertRaises(PermissionError):
+                os.ftruncate(page.fileno(), size)
+        before = open_files()
+        unsealed = os.memfd_create("page", os.MFD_ALLOW_SEALING)
+        os.ftruncate(unsealed, mmap.PAGESIZE)
+        with self.assertRaisesRegex(ValueError, "not sealed"):
+            StatePage(os.dup(unsealed), is_owner=False)
+        with open(os.devnull) as file, self.assertRaises(OSError):
+            StatePage(os.dup(file.fileno()), is_owner=False)
+        with pair(self.folder) as (trainer, engine):
+            tensor = Tensor(trainer._descriptors.allocate(4096), 8)
+            with mock.patch.object(StatePage, "fileno", lambda _: unsealed):
+                told, raised = together(lambda: trainer.hand_over({"w": tensor}), lambda: engine.take(deadline_seconds=5.0))
+            self.assertIsInstance(raised, WrongPeer)
+            self.assertIsInstance(told, PeerFailed)
+            trainer._descriptors.close()
+        os.close(unsealed)
+        self.assertEqual(open_files(), before)
+
+    def test_work_that_never_completes_ends_a_call_at_its_deadline(self) -> None:
+        for stuck in ("trainer", "engine"):
+            with self.subTest(stuck), pair(self.folder, hosts=(Host(), Host())) as (trainer, engine):
+                tensor = Tensor(trainer._descriptors.allocate(4096), 8)
+                never = threading.Event()
+                self.addCleanup(never.set)
+                begun = time.monotonic()
+                with mock.patch.object(colocate, "ABANDON_SECONDS", 0.2):
+                    if stuck == "trainer":
+                        trainer._descriptors.synchronize = never.wait
+                        with self.assertRaisesRegex(
+                            DeadlinePassed, r"the device did not complete the work of this process within 0\.5 s"
+                        ):
+                            trainer.hand_over({"w": tensor}, deadline_seconds=0.5)
+                    else:
+
+                        def load(_: Any) -> None:
+                            engine._descriptors.synchronize = never.wait
+                            raise KeyError("load")
+
+                        told, raised = together(
+                            lambda: trainer.hand_over({"w": tensor}), lambda: engine.take(load, deadline_seconds=5.0)
+                        )
+                        self.assertIsInstance(raised, KeyError)
+                        self.assertIsInstance(told, PeerFailed)
+                        self.assertEqual(engine._descriptors.maps, 1, "a kernel may still read it")
+                    trainer.close()
+                    engine.close()
+                self.assertLess(time.monotonic() - begun, 4.0)
+
+    def test_a_group_in_other_memory_at_an_old_address_is_read_from_the_other_memory(self) -> None:
+        with pair(self.folder) as (trainer, engine):
+            host = trainer._descriptors
+            tensor = Tensor(host.allocate(4096), 1024)
+            first = host._files[tensor.data_ptr(), 4096]
+            exports, seen, weights = [], [], []
+            host.export = lambda handle: exports.append(handle) or os.dup(handle)
+
+            def groups() -> Any:
+                for byte in (1, 2, 3):
+                    if byte == 2:
+                        host.replace(tensor.data_ptr(), 4096)
+                    ctypes.memset(tensor.data_ptr(), byte, 4096)
+                    yield {"w": tensor}
+                host.replace(tensor.data_ptr(), 4096, first)  # back to the first memory, which the engine has unmapped
+                ctypes.memset(tensor.data_ptr(), 4, 4096)
+                yield {"w": tensor}
+
+            def load(given: Any) -> None:
+                address = given["w"]
+                seen.append((address, set(ctypes.string_at(address, 4096))))
+                self.assertEqual(host.holds, 1, "the memory that the engine reads, whose handle must stay its own")
+                for earlier in weights:
+                    with self.assertRaises(StaleImport):
+                        earlier["w"]
+                weights.append(given)
+
+            self.assertEqual(
+                together(lambda: trainer.hand_over(groups()), lambda: engine.take(load, deadline_seconds=5.0)), [None, None]
+            )
+            self.assertEqual([byte for _, byte in seen], [{1}, {2}, {3}, {4}])
+            self.assertEqual(len({address for address, _ in seen}), 1, "at one address")
+            self.assertEqual(len(exports), 3, "equal memory is exported once")
+            self.assertEqual((host.holds, engine._descriptors.maps), (0, 0))
+
+    def test_addresses_are_released_when_a_turn_does_not_use_them_and_at_the_end(self) -> None:
+        with pair(self.folder) as (trainer, engine):
+            host, theirs = trainer._descriptors, engine._descriptors
+            first, second = (Tensor(host.allocate(size), 8) for size in (4096, 8192))
+            seen: list[int] = []
+            for tensor in (first, first, None, first, second):
+                weights = {} if tensor is None else {"w": tensor}
+                acts = partial(trainer.hand_over, weights), partial(engine.take, lambda given: seen.append(given["w"]))
+                self.assertEqual(together(*acts), [None, None])
+                self.assertEqual(len(theirs.reserved), 1)
+                self.assertLessEqual(len(engine._views), 1)
+                self.assertEqual(together(trainer.take, engine.hand_over), [None, None])
+            self.assertEqual(len(set(seen[:3])), 1, "one address while the trainer's memory stays where it is")
+        self.assertEqual(theirs.reserved, {})
+
+    def test_parameters_of_size_zero_are_adopted_as_they_are(self) -> None:
+        with pair(self.folder) as (trainer, engine):
+            host = trainer._descriptors
+            for given in ({"z": Tensor(0, 0)}, {"z": Tensor(0, 0), "w": Tensor(host.allocate(4096), 8)}):
+                taken: list[Any] = []
+                errors = together(
+                    lambda given=given: trainer.hand_over(given), lambda taken=taken: taken.append(engine.take(keep=True))
+                )
+                self.assertEqual(errors, [None, None])
+                own = {name: Tensor(1, *tensor.shape) for name, tensor in given.items()}
+                self.assertEqual(adopt(own.items(), taken[0]), len(given) - 1)
+                self.assertFalse(hasattr(own["z"], "data"), "unchanged")
+                self.assertEqual(taken[0].address("z"), 0)
+                self.assertEqual(together(trainer.take, engine.hand_over), [None, None])
+
     def test_a_process_of_another_user_is_the_wrong_peer(self) -> None:
         first, second = socket.socketpair()
         self.addCleanup(first.close)
@@ -441,30 +711,32 @@ colocate.end_process(0.3, 7)(errors.PeerDied("engine 0 died"))
     def test_another_device_or_number_of_ranks_is_the_wrong_peer(self) -> None:
         with (
             self.assertRaisesRegex(WrongPeer, "give equal ranks of trainer and engine the same device"),
-            pair(self.folder, engine=Host("another")),
+            pair(self.folder, hosts=(Host(), Host("another"))),
         ):
             pass
 
     def test_the_message_of_another_program_is_the_wrong_peer(self) -> None:
-        first, second = socket.socketpair()
-        channel = turn_peers.Channel(first, None, turn_peers.Member("engine", 0))
-        self.addCleanup(first.close)
-        self.addCleanup(second.close)
-        second.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        channel, other = channels(self)
+        other.socket.sendall(b"GET / HTTP/1.1\r\n\r\n")
         with self.assertRaisesRegex(WrongPeer, "invalid message"):
             channel.receive(turn_peers.Deadline(1.0), "hello")
 
     def test_descriptors_of_a_rejected_message_are_closed(self) -> None:
-        first, second = socket.socketpair()
-        self.addCleanup(first.close)
-        self.addCleanup(second.close)
-        channel, other = turn_peers.Channel(first, None, turn_peers.Member("engine", 0)), turn_peers.Channel(second, None)
-        before = len(os.listdir("/proc/self/fd"))
+        channel, other = channels(self)
+        before, deadline = open_files(), turn_peers.Deadline(1.0)
+        for kind, count, says in (
+            ("surprise", 3, "'surprise' instead of hello"),
+            ("hello", 3, "3 descriptors with 'hello' instead of 0"),
+        ):
+            with open(os.devnull) as file:
+                other.send(kind, deadline, [file.fileno()] * count)
+            with self.assertRaisesRegex(WrongPeer, says):
+                channel.receive(deadline, "hello")
         with open(os.devnull) as file:
-            other.send("surprise", turn_peers.Deadline(1.0), [file.fileno()] * 3)
-        with self.assertRaisesRegex(WrongPeer, "'surprise' instead of hello"):
-            channel.receive(turn_peers.Deadline(1.0), "hello")
-        self.assertEqual(len(os.listdir("/proc/self/fd")), before)
+            other.send("chunks", deadline, [file.fileno()] * 3)
+        with self.assertRaisesRegex(WrongPeer, "3 descriptors with 'chunks' instead of 4"):
+            channel.receive_descriptors(deadline, "chunks", 4)
+        self.assertEqual(open_files(), before)
 
     def test_an_error_in_load_reaches_the_trainer_with_its_text(self) -> None:
         def load(weights: Any) -> None:
@@ -567,6 +839,72 @@ colocate.end_process(0.3, 7)(errors.PeerDied("engine 0 died"))
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
 
+    def run_with_limit(self, files: int) -> list[tuple[int, str]]:
+        """Runs a turn with 300 chunks, in an engine that may have `files` more files than it has at its start."""
+        trainer = """
+weights = {str(at): Tensor(host.allocate(4096), 1024) for at in range(300)}
+for at, tensor in enumerate(weights.values()):
+    fill(tensor.data_ptr(), at % 255 + 1, 4096)
+with Trainer(folder, 0, 1, **options) as side:
+    side.hand_over(weights)
+    side.take(deadline_seconds=SECONDS)
+print("done")
+"""
+        engine = f"""
+import resource
+def load(weights):
+    for at in range(300):
+        pointer, size = weights[str(at)]
+        assert size == 4096 and holds(pointer, at % 255 + 1, size), at
+with Engine(folder, 0, 1, view=view, **options) as side:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(int(one) for one in os.listdir("/proc/self/fd")) + {files}, hard))
+    side.take(load, deadline_seconds=SECONDS)
+    side.hand_over()
+print("done")
+"""
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", ON_HOST + program, self.folder, "0", "1", "1"],
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )
+            for program in (trainer, engine)
+        ]  # fmt: skip
+        return [(process.communicate(timeout=60)[0], process.returncode)[::-1] for process in processes]
+
+    def test_few_descriptors_are_open_at_once(self) -> None:
+        self.assertEqual(self.run_with_limit(80), [(0, "done\n")] * 2)
+
+    def test_a_low_limit_of_open_files_is_no_death(self) -> None:
+        (_, told), (_, raised) = self.run_with_limit(20)
+        self.assertRegex(
+            raised, r"TooManyOpenFiles: the system did not deliver all descriptors from trainer 0 .* `ulimit -n 65536`"
+        )
+        self.assertRegex(told, r"PeerFailed: engine 0 .* failed in the phase `update`: TooManyOpenFiles: .*`ulimit -n 65536`")
+
+    def test_the_systems_errors_for_the_limit_of_open_files_have_one_type(self) -> None:
+        before = open_files()
+        for code in (errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS):
+            broken = OSError(code, "broken")
+            with (
+                self.subTest(errno.errorcode[code]),
+                mock.patch.object(turn_peers.os, "pipe2", side_effect=broken),
+                self.assertRaisesRegex(TooManyOpenFiles, f"{errno.errorcode[code]}, .*ulimit -n"),
+            ):
+                Trainer(self.folder, 0, 1, memory=Unmanaged(), descriptors=Host(), deadline_seconds=1.0)
+            with self.subTest(errno.errorcode[code]), pair(self.folder) as (trainer, engine):
+                tensor = Tensor(trainer._descriptors.allocate(4096), 8)
+                with mock.patch.object(trainer._descriptors, "export", side_effect=broken):
+                    raised, told = together(lambda: trainer.hand_over({"w": tensor}), lambda: engine.take(deadline_seconds=5.0))
+                self.assertIsInstance(raised, TooManyOpenFiles)
+                self.assertRegex(str(told), "trainer 0 .* TooManyOpenFiles: .*ulimit -n")
+                trainer._descriptors.close()
+            first, _ = channels(self)
+            with mock.patch.object(turn_peers.socket, "send_fds", side_effect=broken), self.assertRaises(TooManyOpenFiles):
+                first.send("chunks", turn_peers.Deadline(1.0), [0])
+            self.doCleanups()
+        self.assertEqual(open_files(), before)
+
     def test_turns_need_no_right_to_call_ptrace(self) -> None:
         program = (
             ON_HOST.replace("rank, ranks, turns = ", "_ = ")
@@ -641,15 +979,40 @@ class Sharded(Plain):
 
 
 class Host(test_jobs.job("colocate").HostDescriptors):  # type: ignore[misc]
-    """Host memory of one side."""
+    """Host memory of one side, which counts what is held and reserved."""
 
     def __init__(self, identity: str = "host") -> None:
         super().__init__()
-        self.identity = identity
+        self.identity, self.holds = identity, 0
+        self.reserved: dict[int, int] = {}
+
+    def replace(self, address: int, size_bytes: int, file: int | None = None) -> None:
+        """Maps other memory at the addresses of a chunk."""
+        if file is None:
+            file = os.memfd_create("colocate", os.MFD_CLOEXEC)
+            os.ftruncate(file, size_bytes)
+        self.map(address, size_bytes, file)
+        self.maps -= 1
+        self._files[address, size_bytes] = file
 
     def close(self) -> None:
-        for one in self._files.values():
-            os.close(one)
+        turn_peers.close_all(list(self._files.values()))
+
+    def hold(self, chunk: tuple[int, int]) -> int:
+        self.holds += 1
+        return int(super().hold(chunk))
+
+    def drop(self, handle: int) -> None:
+        self.holds -= 1
+
+    def reserve(self, size_bytes: int) -> int:
+        address = int(super().reserve(size_bytes))
+        self.reserved[address] = size_bytes
+        return address
+
+    def release(self, address: int, size_bytes: int) -> None:
+        assert self.reserved.pop(address) == size_bytes
+        super().release(address, size_bytes)
 
 
 class Tensor:
@@ -670,16 +1033,16 @@ class Tensor:
         return 4
 
 
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
 def channels(test: unittest.TestCase) -> tuple[turn_peers.Channel, turn_peers.Channel]:
     """Returns two ends of a connection."""
     ends = [turn_peers.Channel(one, None, turn_peers.Member("engine", 0)) for one in socket.socketpair()]
     for one in ends:
         test.addCleanup(one.close)
     return ends[0], ends[1]
-
-
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def threads() -> list[str]:
@@ -707,19 +1070,27 @@ def together(*acts: Callable[[], Any]) -> list[BaseException | None]:
 class pair:
     """A trainer and an engine in this process."""
 
-    def __init__(self, folder: str, *, engine: Host | None = None, memories: tuple[Any, Any] | None = None) -> None:
+    def __init__(
+        self,
+        folder: str,
+        *,
+        hosts: tuple[Host, Host] | None = None,
+        memories: tuple[Any, Any] | None = None,
+        seconds: float = 5.0,
+        on_phase: Callable[[str], None] | None = None,
+    ) -> None:
         sides: dict[str, Any] = {}
-        memory = memories or (Unmanaged(), Unmanaged())
+        memory, host = memories or (Unmanaged(), Unmanaged()), hosts or (Host(), Host())
 
         def view(layout: Layout, address: int) -> int:
             return address
 
         def start_trainer() -> None:
-            sides["trainer"] = Trainer(folder, 0, 1, memory=memory[0], descriptors=Host(), deadline_seconds=5.0)
+            sides["trainer"] = Trainer(folder, 0, 1, memory=memory[0], descriptors=host[0], deadline_seconds=seconds)
 
         def start_engine() -> None:
             sides["engine"] = Engine(
-                folder, 0, 1, memory=memory[1], descriptors=engine or Host(), view=view, deadline_seconds=5.0
+                folder, 0, 1, memory=memory[1], descriptors=host[1], view=view, deadline_seconds=seconds, on_phase=on_phase
             )
 
         errors = together(start_trainer, start_engine)
@@ -860,6 +1231,39 @@ raises(InvalidArgument, "w is sharded", lambda: colocate._span("w", Sharded(0, 8
         )
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
 
+    def test_memory_that_is_mapped_again_between_groups_reaches_the_engine(self) -> None:
+        self.run_pair(f"""
+pool = MemPool(symmetric=False, tag="weights", device=0, conf={self.CONFS[1]!r})
+memory = colocate.Pools(weights=["weights"], device=0)
+pointers = []
+def groups():
+    for byte in (1, 2, 3):
+        pointers.append(ours.allocate(24 * MIB, pool=pool.id))
+        fill(pointers[-1], byte, MIB)
+        yield {{"w": Tensor(pointers[-1], 6 * MIB)}}
+        ours.free(pointers[-1])
+        assert ours.trim() >= 24 * MIB
+    pointers.append(ours.allocate(24 * MIB, pool=pool.id))
+    symmalloc.sleep("weights", device=0)
+    symmalloc.wake("weights", device=0)
+    fill(pointers[-1], 4, MIB)
+    yield {{"w": Tensor(pointers[-1], 6 * MIB)}}
+with Trainer(folder, 0, 1, memory=memory, device=0, deadline_seconds=SECONDS) as side:
+    side.hand_over(groups())
+    assert len(set(pointers)) == 1, "other memory at one address"
+    side.take(deadline_seconds=SECONDS)
+""", """
+seen, imports = [], ctypes.CDLL("libcuda.so.1").stub_imports
+def load(given):
+    address, _ = given["w"]
+    seen.append([byte for byte in range(1, 5) if holds(address, byte, MIB)] + [address, imports()])
+with Engine(folder, 0, 1, memory=Unmanaged(), device=0, view=view, deadline_seconds=SECONDS) as side:
+    side.take(load, deadline_seconds=SECONDS)
+    side.hand_over()
+assert [one[0] for one in seen] == [1, 2, 3, 4], seen
+assert len({tuple(one[1:]) for one in seen}) == 1, ("one address, and the memory of one group", seen)
+""", SYMMALLOC_CONF="chunk_mb:2")  # fmt: skip
+
     def test_the_driver_is_called_in_the_context_of_the_turns_device(self) -> None:
         done = needs.process(
             SHARED.replace("sys.argv[1]", "''")
@@ -888,6 +1292,28 @@ for before in (None, other._context.value):
     assert current() == before, "the program's context stays current"
 assert {name for name, _ in seen} == {"cuCtxSynchronize", "cuMemAddressReserve", "cuMemAddressFree", "cuMemRetainAllocationHandle"}, seen
 assert {context for _, context in seen} == {mine._context.value}, seen
+"""
+        )
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+
+    def test_an_export_without_room_for_a_file_is_not_a_fault_of_the_driver(self) -> None:
+        done = needs.process(
+            ON_STUB.replace("sys.argv[1]", "''")
+            + """
+import errno, resource
+from symmalloc.descriptors import CudaDescriptors
+descriptors = CudaDescriptors(0)
+pointer = ours.allocate(4 * MIB)
+handle = descriptors.hold(descriptors.chunks(pointer, 1)[0])
+os.close(descriptors.export(handle))
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (max(int(one) for one in os.listdir("/proc/self/fd")), hard))
+while True:
+    try:
+        os.dup(0)
+    except OSError:
+        break
+assert raises(OSError, "", lambda: descriptors.export(handle)).errno == errno.EMFILE
 """
         )
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
