@@ -485,6 +485,7 @@ class Hub:
         try:
             one.channel.send(kind, Deadline(0.5), **body)
         except Error:
+            self._read(one)  # it may have left in order
             self._lose(one)
 
     def _lose(self, one: _Connected) -> None:

@@ -498,6 +498,19 @@ colocate.end_process(0.3, 7)(errors.PeerDied("engine 0 died"))
             {(said["kind"], said["of"]) for said in heard[2:]}, {("failed", "engine 1 (pid 7)"), ("died", "engine 0 (pid 7)")}
         )
 
+    def test_a_process_that_leaves_while_the_hub_sends_has_not_died(self) -> None:
+        hub, (trainer, leaving, failing) = self.join_hub(("trainer", 0), ("engine", 0), ("engine", 1))
+        deadline, may_tell, tell = turn_peers.Deadline(10.0), threading.Event(), hub._tell
+        hub._tell = lambda kind, **body: may_tell.wait() and tell(kind, **body)  # type: ignore[method-assign]
+        failing.send("failed", deadline, why="no room")
+        leaving.send("phase", deadline, phase="wait")
+        leaving.send("bye", deadline)
+        leaving.close()
+        may_tell.set()
+        hub.close()
+        heard = [trainer.receive(deadline, "missing", "failed", "died", "ended")["kind"] for _ in range(4)]
+        self.assertEqual(heard, ["missing", "missing", "failed", "ended"])
+
     def test_an_invalid_message_to_the_hub_ends_its_process_for_the_others(self) -> None:
         for bad in (
             turn_peers.HEADER.pack(turn_peers.PROTOCOL, 1 << 31, 0),
