@@ -16,8 +16,46 @@ pub(crate) type Tick = u64;
 /// Maximum number of streams that one stream remembers having waited for.
 pub(crate) const WAITS_MAX: usize = 32;
 
-/// The other streams that a stream has waited for, each up to a tick, in the order of the first wait.
-type Waits = SmallVec<[(StreamId, Tick); 4]>;
+/// The other streams that a stream has waited for, each up to a tick.
+#[derive(Clone, Debug, Default)]
+struct Waits {
+    /// In the order of the first wait, as a ring once there are [`WAITS_MAX`].
+    streams: SmallVec<[StreamId; 4]>,
+    /// The tick of each stream in `streams`.
+    ticks: SmallVec<[Tick; 4]>,
+    /// Index of the oldest entry.
+    oldest: usize,
+}
+
+impl Waits {
+    /// Iterates over the entries in the order of the first wait.
+    fn iter(&self) -> impl Iterator<Item = (StreamId, Tick)> {
+        let entry = |index: usize| (self.streams[index], self.ticks[index]);
+        (self.oldest..self.streams.len()).chain(0..self.oldest).map(entry)
+    }
+
+    fn index_of(&self, on: StreamId) -> Option<usize> {
+        // Without an early exit, this compares several entries at once. Most streams are unknown if there are many.
+        let is_known = self.streams.iter().fold(false, |is_known, known| is_known | (*known == on));
+        if is_known { self.streams.iter().position(|known| *known == on) } else { None }
+    }
+
+    fn covers(&self, stream: StreamId, tick: Tick) -> bool {
+        self.index_of(stream).is_some_and(|index| tick <= self.ticks[index])
+    }
+
+    fn wait_for(&mut self, on: StreamId, tick: Tick) {
+        if let Some(index) = self.index_of(on) {
+            self.ticks[index] = self.ticks[index].max(tick);
+        } else if self.streams.len() < WAITS_MAX {
+            self.streams.push(on);
+            self.ticks.push(tick);
+        } else {
+            (self.streams[self.oldest], self.ticks[self.oldest]) = (on, tick);
+            self.oldest = (self.oldest + 1) % WAITS_MAX;
+        }
+    }
+}
 
 /// The clocks of all streams of an allocator.
 #[derive(Debug, Default)]
@@ -38,7 +76,7 @@ struct StreamClock {
 
 impl StreamClocks {
     pub(crate) fn register(&mut self) {
-        self.streams.push(StreamClock { now: 1, synchronized: 0, waits: Waits::new() });
+        self.streams.push(StreamClock { now: 1, synchronized: 0, waits: Waits::default() });
     }
 
     /// Returns the tick of the work that was last submitted to the stream.
@@ -55,23 +93,14 @@ impl StreamClocks {
 
     /// Returns `true` if work of `stream` up to `tick` completes before any later work of `taker` begins.
     pub(crate) fn covers(&self, taker: StreamId, stream: StreamId, tick: Tick) -> bool {
-        let waits = &self.streams[taker.index()].waits;
         taker == stream
             || tick <= self.streams[stream.index()].synchronized
-            || waits.iter().any(|(on, waited)| *on == stream && tick <= *waited)
+            || self.streams[taker.index()].waits.covers(stream, tick)
     }
 
     /// Records that `stream` waits for an event that covers `on` up to `tick`.
     pub(crate) fn waits_for_tick(&mut self, stream: StreamId, on: StreamId, tick: Tick) {
-        let waits = &mut self.streams[stream.index()].waits;
-        if let Some((_, waited)) = waits.iter_mut().find(|(known, _)| *known == on) {
-            *waited = (*waited).max(tick);
-            return;
-        }
-        if waits.len() == WAITS_MAX {
-            waits.remove(0);
-        }
-        waits.push((on, tick));
+        self.streams[stream.index()].waits.wait_for(on, tick);
     }
 
     /// Returns the present moment of a stream. Work that any thread submits later is not part of it.
@@ -85,16 +114,17 @@ impl StreamClocks {
     /// Records that `stream` waits for another stream up to a moment, and therefore for everything that the other
     /// stream has waited for.
     pub(crate) fn waits_for(&mut self, stream: StreamId, moment: &Moment) {
+        let waits = &mut self.streams[stream.index()].waits;
         for (on, tick) in moment.waits.iter().filter(|(on, _)| *on != stream) {
-            self.waits_for_tick(stream, *on, *tick);
+            waits.wait_for(on, tick);
         }
-        self.waits_for_tick(stream, moment.stream, moment.tick);
+        waits.wait_for(moment.stream, moment.tick);
     }
 
     /// Records that the host has waited for a stream up to a moment, and therefore for everything that the stream has
     /// waited for.
     pub(crate) fn synchronized(&mut self, moment: &Moment) {
-        for (stream, tick) in moment.waits.iter().copied().chain([(moment.stream, moment.tick)]) {
+        for (stream, tick) in moment.waits.iter().chain([(moment.stream, moment.tick)]) {
             let clock = &mut self.streams[stream.index()];
             clock.synchronized = clock.synchronized.max(tick);
         }

@@ -46,6 +46,24 @@ fn the_oldest_wait_is_forgotten_when_there_are_too_many() {
     }
 }
 
+/// Each new wait beyond the maximum evicts the oldest of the remaining ones, and moments list waits in the order of the first wait.
+#[test]
+fn waits_are_forgotten_in_the_order_of_the_first_wait() {
+    let others = 3 * WAITS_MAX as u16 + 5;
+    let mut clocks = clocks(others + 1);
+    let mut known: Vec<(StreamId, Tick)> = Vec::new();
+    for on in 1..=others {
+        let tick = waits(&mut clocks, 0, on);
+        known.push((StreamId(on), tick));
+        // A second wait for a known stream does not make it younger.
+        let again = known[known.len().saturating_sub(WAITS_MAX)].0;
+        let tick = waits(&mut clocks, 0, again.0);
+        known.iter_mut().filter(|(stream, _)| *stream == again).for_each(|(_, known)| *known = tick);
+        let expected = &known[known.len().saturating_sub(WAITS_MAX)..];
+        assert_eq!(clocks.moment(StreamId(0)).waits.iter().collect::<Vec<_>>(), expected);
+    }
+}
+
 #[test]
 fn a_host_wait_never_replaces_a_later_wait_by_an_older_one() {
     let mut clocks = clocks(3);
