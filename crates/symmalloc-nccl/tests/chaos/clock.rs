@@ -2,13 +2,24 @@
 
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicI64, Ordering};
+use std::time::SystemTime;
 
 /// Seconds by which the time of day differs from the system's.
 static OFFSET: AtomicI64 = AtomicI64::new(0);
 
 /// Makes the time of day jump by this number of seconds.
+///
+/// # Panics
+/// Panics if the standard library does not see the jump.
 pub(crate) fn jump(seconds: i64) {
+    let now = || {
+        let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).expect("it is after 1970");
+        since.as_secs() as i64
+    };
+    let before = now();
     OFFSET.fetch_add(seconds, Ordering::Relaxed);
+    let jumped = now() - before;
+    assert!((seconds..seconds + 60).contains(&jumped), "the time of day jumped by {jumped} s instead of {seconds}");
 }
 
 /// Returns the seconds of the monotonic clock, which are the same in all processes of the machine.

@@ -56,3 +56,11 @@ impl Disk {
         self.0.join("ballast")
     }
 }
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        let path = CString::new(self.0.as_os_str().as_bytes()).expect("the path should contain no zero byte");
+        // SAFETY: the pointer is a C string.
+        unsafe { libc::umount2(path.as_ptr(), libc::MNT_DETACH) };
+    }
+}

@@ -284,7 +284,10 @@ impl Rank {
         match Order::take(&self.folder, self.number) {
             Some(Order::FillDevice) => self.is_full = true,
             Some(Order::ArriveLate) => self.late_meetings = 2,
-            Some(Order::MoveClock(seconds)) => clock::jump(seconds),
+            Some(Order::MoveClock(seconds)) => {
+                clock::jump(seconds);
+                self.status.clock_jumps += 1;
+            }
             Some(Order::FailCalls(seed)) => {
                 self.failing = Some(seed);
                 cuda::fail_by_chance(FAILS_ONE_IN, seed, UNKNOWN);

@@ -71,6 +71,11 @@ pub(crate) struct Slope {
 }
 
 impl Slope {
+    /// Returns `true` if there are enough samples for a slope with a confidence interval.
+    pub(crate) fn is_known(&self) -> bool {
+        self.confidence.is_finite()
+    }
+
     /// Returns `true` if the figure grows beyond the confidence of its slope.
     pub(crate) fn grows(&self) -> bool {
         self.per_hour > self.confidence
@@ -148,4 +153,5 @@ fn a_slope_is_that_of_each_series_and_not_of_their_levels() {
     let noisy = |level: f64| (0..20).map(|x| (f64::from(x), level + f64::from(x % 2))).collect::<Vec<_>>();
     assert!(!slope(&[noisy(0.0), noisy(50.0)]).grows());
     assert!(!slope(&[vec![(0.0, 5.0), (1.0, 5.0), (2.0, 5.0)]]).grows(), "a constant does not grow");
+    assert!(found.is_known() && !slope(&[]).is_known() && !slope(&[vec![(0.0, 5.0), (1.0, 6.0)]]).is_known());
 }

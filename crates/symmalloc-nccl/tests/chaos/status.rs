@@ -32,16 +32,28 @@ pub(crate) struct Status {
     pub(crate) refused: u64,
     /// Number of driver calls that failed by chance.
     pub(crate) faults: u64,
+    /// Number of jumps of the time of day.
+    pub(crate) clock_jumps: u64,
 }
 
 impl Status {
     pub(crate) fn new(generation: u64) -> Self {
-        Status { phase: Phase::Meets, generation, round: 0, recorded: 0, unrecorded: 0, refused: 0, faults: 0 }
+        Status {
+            phase: Phase::Meets,
+            generation,
+            round: 0,
+            recorded: 0,
+            unrecorded: 0,
+            refused: 0,
+            faults: 0,
+            clock_jumps: 0,
+        }
     }
 
     pub(crate) fn write(&self, folder: &Path, rank: usize) {
-        let Status { phase, generation, round, recorded, unrecorded, refused, faults } = *self;
-        let text = format!("{} {generation} {round} {recorded} {unrecorded} {refused} {faults}", phase as u64);
+        let Status { phase, generation, round, recorded, unrecorded, refused, faults, clock_jumps } = *self;
+        let phase = phase as u64;
+        let text = format!("{phase} {generation} {round} {recorded} {unrecorded} {refused} {faults} {clock_jumps}");
         replace(&file(folder, "status", rank), &text);
     }
 
@@ -49,11 +61,11 @@ impl Status {
     pub(crate) fn read(folder: &Path, rank: usize) -> Option<Self> {
         let text = fs::read_to_string(file(folder, "status", rank)).ok()?;
         let numbers: Vec<u64> = text.split(' ').map(|word| word.parse().expect("a number")).collect();
-        let [phase, generation, round, recorded, unrecorded, refused, faults] = numbers[..] else {
+        let [phase, generation, round, recorded, unrecorded, refused, faults, clock_jumps] = numbers[..] else {
             panic!("{text}");
         };
         let phase = [Phase::Meets, Phase::Runs, Phase::Ended, Phase::Failed][phase as usize];
-        Some(Status { phase, generation, round, recorded, unrecorded, refused, faults })
+        Some(Status { phase, generation, round, recorded, unrecorded, refused, faults, clock_jumps })
     }
 }
 
