@@ -5,7 +5,7 @@ use serde_json::Value;
 use std::fs::{self, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 use symmalloc_import::compression::Compressor;
 use symmalloc_watchdog::FlightRecord;
@@ -284,6 +284,10 @@ fn a_pipe_without_a_writer_is_reported() {
     assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
     let wanted = ["waiting for the other end of the pipe", "no program opened the other end"];
     assert_refused(&symmalloc("replay {}", &[&pipe]), &wanted);
+    // A report that nobody reads changes nothing.
+    let mut child = command().arg("replay").arg(&pipe).stderr(Stdio::piped()).spawn().unwrap();
+    drop(child.stderr.take());
+    assert_eq!(child.wait().unwrap().code(), Some(2));
 }
 
 #[test]

@@ -197,7 +197,7 @@ fn limited(limit: &str, args: &[&str], paths: &[&Path]) -> CommandOutput {
 }
 
 /// All commands that read a recording.
-const COMMANDS: [&str; 9] = [
+pub(super) const COMMANDS: [&str; 10] = [
     "replay JOB --ranks 2 --json",
     "replay JOB --ranks 2 --order address --json",
     "plan JOB --json",
@@ -207,10 +207,11 @@ const COMMANDS: [&str; 9] = [
     "export JOB out.json --json",
     "import JOB out.trace --json",
     "simulate JOB --ranks 2 --json --out out.failures",
+    "address 0@0 JOB --json",
 ];
 
 /// Runs commands on a recording. Returns the outputs, each with the command.
-fn run_all(
+pub(super) fn run_all(
     commands: &[&'static str],
     folder: &Folder,
     limit: &str,

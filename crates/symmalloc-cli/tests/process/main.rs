@@ -3,6 +3,7 @@
 mod address;
 mod bad_input;
 mod chart;
+mod configurations;
 mod diff;
 mod exhausted;
 mod export;

@@ -85,7 +85,8 @@ impl SimBuilder {
     }
 
     /// Promises that the program submits no kernels. The device then does not track the order of work, so `record` and
-    /// `wait` take constant time, regardless of the number of streams. [`SimBackend::submit`] panics.
+    /// `wait` take constant time, regardless of the number of streams. [`SimBackend::submit`] panics. The fills and
+    /// comparisons of pools with debugging options are executed, but races with them are not detected.
     pub fn without_kernels(mut self) -> Self {
         self.has_kernels = false;
         self

@@ -171,6 +171,10 @@ impl Timeline {
         self
     }
 
+    pub(crate) fn tracks_order(&self) -> bool {
+        self.tracks_order
+    }
+
     /// Advances time.
     pub(crate) fn tick(&mut self, ticks: u64) {
         self.now = self.now.saturating_add(ticks).min(NEVER - 1);
