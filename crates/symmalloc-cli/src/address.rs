@@ -10,7 +10,7 @@ use crate::output;
 use crate::quantity::{count, counted, memory};
 use crate::verdict::Verdict;
 use serde_json::{Value, json};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::{self, Write};
 use std::fs::File;
 use std::io::Read;
@@ -186,6 +186,7 @@ fn recorded_memory(records: &[MemoryRecord]) -> Vec<Lifetime> {
 fn lifetimes(recording: &Recording, location: Location) -> Vec<Lifetime> {
     let mut lifetimes: Vec<Lifetime> = Vec::new();
     let mut by_id: BTreeMap<AllocationId, usize> = BTreeMap::new();
+    let mut users: BTreeSet<(usize, StreamId)> = BTreeSet::new();
     for (index, record) in recording.records.iter().enumerate() {
         match record.op {
             Op::Allocate { id, pool, stream, size_bytes } => {
@@ -220,10 +221,10 @@ fn lifetimes(recording: &Recording, location: Location) -> Vec<Lifetime> {
                 }
             }
             Op::RecordUse { id, stream } => {
-                if let Some(at) = by_id.get(&id)
-                    && !lifetimes[*at].used_by.contains(&stream)
+                if let Some(&at) = by_id.get(&id)
+                    && users.insert((at, stream))
                 {
-                    lifetimes[*at].used_by.push(stream);
+                    lifetimes[at].used_by.push(stream);
                 }
             }
             _ => {}

@@ -5,6 +5,7 @@
 use crate::args::{ReadingArgs, STREAM};
 use crate::collection;
 use crate::error::CliError;
+use crate::output;
 use std::fs::{self, File};
 use std::io::{self, IsTerminal, Read};
 use std::path::Path;
@@ -90,7 +91,10 @@ pub(crate) fn open_pipe(
     if let Ok(file) = opening.recv_timeout(PIPE_PATIENCE) {
         return file;
     }
-    eprintln!("waiting for the other end of the pipe {}", visible_line(&path.display().to_string()));
+    output::write_stderr(&format!(
+        "waiting for the other end of the pipe {}\n",
+        visible_line(&path.display().to_string())
+    ));
     opening.recv_timeout(PIPE_WAIT_MAX - PIPE_PATIENCE).unwrap_or_else(|_| {
         let seconds = PIPE_WAIT_MAX.as_secs();
         let message =

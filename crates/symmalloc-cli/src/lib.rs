@@ -31,6 +31,8 @@
 //!
 //! Exit codes: 0 success, 3 ranks differ or memory is refused, 2 invalid input. Results go to stdout, errors and progress to stderr.
 #![forbid(unsafe_code)]
+// `println!` and `eprintln!` panic if the output is closed; the functions of `output` do not.
+#![cfg_attr(not(test), deny(clippy::print_stderr, clippy::print_stdout))]
 
 mod address;
 pub mod address_order;
