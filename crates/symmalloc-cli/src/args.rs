@@ -215,7 +215,7 @@ refused (requests in all passes), maps (map and unmap calls per pass), waits (of
 settings_impossible ([{settings, reason}]: the job stops under them), settings_left_out (settings not tried because the job is long), plan (null, or what a plan needs: {command, planned_bytes,
 efficiency, refused (in all passes)}), no_plan (the reason, or null).
 
-Numbers of settings and plans are the maximum over five passes, or two for more than 200,000 ops. The pictures and the holders show the first pass.
+Numbers of settings and plans are the maximum over five passes, two for more than 200,000 ops, or one for more than 500,000. The pictures and the holders show the first pass.
 
 Exit codes: 0 success, 2 invalid input.";
 

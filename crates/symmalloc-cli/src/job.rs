@@ -36,7 +36,7 @@ pub(crate) use outcome::Steady;
 pub use outcome::{Decision, Divergence, Outcome, Peaks, PlannedOps};
 pub(crate) use unknown::{UnknownToModel, keys};
 
-use ranks::{Report, Rule};
+use ranks::Report;
 pub(crate) use sequence::{Attempt, Refused};
 pub(crate) use simulated::SIMULATED_RANKS;
 use std::collections::{BTreeMap, BTreeSet};
@@ -184,7 +184,7 @@ impl Job {
         let options = Options { plan: plan.cloned(), passes: self.steady_passes(), ..Options::default() };
         let rule = sequence::Sequence { program: &self.program, config, options: &options };
         let mut of_passes = vec![0; options.passes.get() as usize];
-        let report = rule.run(0, |at, decision| {
+        let report = rule.run_idle(|at, decision| {
             of_passes[at.pass as usize] += u64::from(decision.is_none());
         })?;
         let Report { peaks, planned, waits, maps, .. } = report;
@@ -203,10 +203,15 @@ impl Job {
         self.program.ops().len() >= FEWER_PASSES_OPS
     }
 
-    /// Returns the number of passes that show how much memory the job needs when it repeats. Reports run a job under many settings, so a
-    /// long job makes only two passes: the second pass shows what the first one hides.
+    /// Returns the number of passes that show how much memory the job needs when it repeats. Reports run a job under many settings, so
+    /// they repeat it less often if it has many ops: twice, because the second pass shows what the first one hides, or not at all, because
+    /// so many ops repeat by themselves.
     pub(crate) fn steady_passes(&self) -> NonZeroU32 {
-        if self.is_repeated_less() { FEWER_PASSES } else { Options::default().passes }
+        match self.program.ops().len() {
+            LONG_JOB_OPS.. => NonZeroU32::MIN,
+            FEWER_PASSES_OPS.. => FEWER_PASSES,
+            _ => Options::default().passes,
+        }
     }
 
     /// Returns the default number of passes over the job in a replay.

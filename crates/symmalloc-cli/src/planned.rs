@@ -45,7 +45,7 @@ const WORK_PER_SECOND: u64 = 3_000_000;
 pub(crate) const SECONDS: u64 = 10;
 pub(crate) const SECONDS_FOR_LONG_JOBS: u64 = 4;
 
-/// Duration of the search in seconds if the plan is only a part of a report or a picture.
+/// Duration of the search in seconds if the plan is only a part of a report or a picture. A report leaves out the plan of a long job.
 const SECONDS_IN_REPORTS: u64 = 2;
 const SECONDS_IN_REPORTS_OF_LONG_JOBS: u64 = 1;
 

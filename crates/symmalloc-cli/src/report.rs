@@ -28,7 +28,7 @@ use crate::output::{self, Palette};
 use crate::picture::Selection;
 use crate::picture::memory::Memory;
 use crate::picture::timeline::{ALLOCATED, LIVE, RESERVED};
-use crate::quantity::{count, memory};
+use crate::quantity::{count, counted, memory};
 use crate::recorded::Recorded;
 use crate::streams;
 use crate::verdict::Verdict;
@@ -71,7 +71,9 @@ fn make(args: &ReportArgs, print: impl FnOnce(&Findings<'_>) -> Result<(), CliEr
     let out = Destination::file(&args.output, Content::Page, [&args.input])?;
     let recorded = Recorded::read_with_stacks(&args.input, &args.reading, &args.policy)?;
     let timeline = timeline_of(&recorded, Selection::default())?;
-    let mut failure = Failure::of(&recorded, &args.reading)?;
+    let Trials { trials, impossible, mut left_out } = settings::trials(&recorded, &args.reading)?;
+    let own_refused = trials.iter().find(|trial| trial.is_own).map_or(0, |own| own.refused);
+    let mut failure = Failure::of(&recorded, &args.reading, own_refused)?;
     let op = args.op.or(failure.as_ref().map(Failure::op_shown));
     let op = op_of(op, &recorded, &timeline)?;
     let memory = Memory::replayed(&recorded, op, Selection::default())?;
@@ -79,13 +81,11 @@ fn make(args: &ReportArgs, print: impl FnOnce(&Findings<'_>) -> Result<(), CliEr
         failure.add_state(&memory);
     }
     let holders = holders::of(&memory);
-    let Trials { trials, impossible, mut left_out } = settings::trials(&recorded, &args.reading)?;
     for settings in failure.iter().flat_map(|failure| &failure.left_out) {
         if !left_out.contains(settings) {
             left_out.push(settings.clone());
         }
     }
-    let own_refused = trials.iter().find(|trial| trial.is_own).map_or(0, |own| own.refused);
     let has_history = recorded.recording.summary.state_only.is_none();
     let (planned, plan) =
         if has_history { PlanOutcome::of(&recorded, args, own_refused) } else { (PlanOutcome::Empty, None) };
@@ -182,12 +182,12 @@ impl Findings<'_> {
         if summary.state_only.is_some() {
             return out + &format!("written to {}\n", shown(&args.output));
         }
-        let passes = self.recorded.job.steady_passes();
+        let passes = counted(self.recorded.job.steady_passes().get(), "pass");
         if recorded_failure(self.recorded) {
             out += "the job without that request:\n";
         }
         out += &format!(
-            "peak reserved {} over {passes} passes, live {}\n",
+            "peak reserved {} over {passes}, live {}\n",
             memory(self.steady_bytes()),
             memory(peaks[LIVE].bytes)
         );

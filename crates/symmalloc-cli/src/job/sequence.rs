@@ -4,11 +4,12 @@ use super::ranks::{At, Report, Rule};
 use super::{Decision, JobError, Options, Peaks, Segments};
 use std::collections::BTreeSet;
 use std::ops::ControlFlow;
+use symmalloc_core::backend::Backend;
 use symmalloc_core::config::{Config, StreamPolicy};
 use symmalloc_core::errors::{AllocateError, OutOfMemoryCause};
 use symmalloc_core::op::Op;
 use symmalloc_core::{Allocator, PoolId};
-use symmalloc_sim::{Call, SimBackend};
+use symmalloc_sim::{Call, IdleBackend, SimBackend};
 use symmalloc_trace::replay::{Program, Replay, StepError};
 
 /// Runner of one program under the rule.
@@ -36,8 +37,7 @@ impl Sequence<'_> {
         last_op: usize,
         is_refused: impl Fn(&Refused) -> ControlFlow<()>,
     ) -> Result<Attempt, JobError> {
-        let device = SimBackend::builder().memory_bytes(u64::MAX).without_kernels().build();
-        let allocator = Allocator::new(device, self.config.clone())?;
+        let allocator: Allocator<_> = Allocator::new(IdleBackend::default(), self.config.clone())?;
         let mut replay = Replay::new(&allocator, self.program);
         let (mut attempt, mut refused) = (Attempt::default(), BTreeSet::new());
         for (op, call) in self.program.ops().iter().enumerate().take(last_op.saturating_add(1)) {
@@ -63,26 +63,22 @@ impl Sequence<'_> {
         attempt.reserved_bytes = allocator.stats().reserved_bytes.peak;
         Ok(attempt)
     }
-}
 
-impl Rule for Sequence<'_> {
-    fn segments(&self) -> Option<Segments> {
-        Segments::of(self.config.default_pool().segments())
+    /// Runs the program on a device that checks nothing, which is faster. The report is that of every rank (rule D1).
+    pub(super) fn run_idle(&self, decided: impl FnMut(At, Decision)) -> Result<Report, JobError> {
+        let calls = |device: &IdleBackend| SlowCalls { maps: device.map_calls(), waits: device.wait_calls() };
+        self.run_on(IdleBackend::default(), calls, 0, decided)
     }
 
-    fn streams(&self) -> StreamPolicy {
-        self.config.default_pool().streams()
-    }
-
-    fn is_planned(&self) -> bool {
-        self.options.plan.is_some()
-    }
-
-    fn run(&self, rank: u32, mut decided: impl FnMut(At, Decision)) -> Result<Report, JobError> {
-        // The device has unlimited memory, because driver refusals are not part of this comparison.
-        let device =
-            SimBackend::builder().seed(self.options.seed).rank(rank).memory_bytes(u64::MAX).without_kernels().build();
-        let allocator = Allocator::new(device, self.config.clone())?;
+    /// Runs the program on a device, whose calls so far `calls` returns.
+    fn run_on<B: Backend>(
+        &self,
+        device: B,
+        calls: impl Fn(&B) -> SlowCalls,
+        rank: u32,
+        mut decided: impl FnMut(At, Decision),
+    ) -> Result<Report, JobError> {
+        let allocator: Allocator<_> = Allocator::new(device, self.config.clone())?;
         let plan = self.options.plan.as_deref();
         let replay = plan.map_or_else(
             || Ok(Replay::new(&allocator, self.program)),
@@ -94,8 +90,7 @@ impl Rule for Sequence<'_> {
         let mut destroyed = 0;
         let own_waits = self.program.ops().iter().filter(|op| matches!(op, Op::Wait { .. })).count() as u64;
         for pass in 0..self.options.passes.get() {
-            let waits_before = allocator.backend().calls().of(Call::Wait);
-            let maps_before = maps(&allocator);
+            let before = calls(allocator.backend());
             replay.begin_pass().map_err(|error| JobError::Pass { rank, error })?;
             let mut refused = BTreeSet::new();
             let mut allocation = 0;
@@ -129,8 +124,9 @@ impl Rule for Sequence<'_> {
                 report.first_digest = Some(digest(&allocator, destroyed));
             }
             replay.free_all().map_err(|error| JobError::Free { rank, error })?;
-            report.maps = maps(&allocator) - maps_before;
-            report.waits = (allocator.backend().calls().of(Call::Wait) - waits_before).saturating_sub(own_waits);
+            let after = calls(allocator.backend());
+            report.maps = after.maps - before.maps;
+            report.waits = (after.waits - before.waits).saturating_sub(own_waits);
         }
         report.planned = replay.planned_allocations();
         report.last_digest = Some(digest(&allocator, destroyed));
@@ -138,9 +134,37 @@ impl Rule for Sequence<'_> {
     }
 }
 
-fn maps(allocator: &Allocator<SimBackend>) -> u64 {
-    let calls = allocator.backend().calls();
-    calls.of(Call::Map) + calls.of(Call::Unmap)
+/// Driver calls that a real device takes long for.
+struct SlowCalls {
+    /// Calls that mapped or unmapped memory.
+    maps: u64,
+    /// Calls that made a stream wait for an event.
+    waits: u64,
+}
+
+impl Rule for Sequence<'_> {
+    fn segments(&self) -> Option<Segments> {
+        Segments::of(self.config.default_pool().segments())
+    }
+
+    fn streams(&self) -> StreamPolicy {
+        self.config.default_pool().streams()
+    }
+
+    fn is_planned(&self) -> bool {
+        self.options.plan.is_some()
+    }
+
+    fn run(&self, rank: u32, decided: impl FnMut(At, Decision)) -> Result<Report, JobError> {
+        // The device has unlimited memory, because driver refusals are not part of this comparison.
+        let device =
+            SimBackend::builder().seed(self.options.seed).rank(rank).memory_bytes(u64::MAX).without_kernels().build();
+        let calls = |device: &SimBackend| {
+            let counts = device.calls();
+            SlowCalls { maps: counts.of(Call::Map) + counts.of(Call::Unmap), waits: counts.of(Call::Wait) }
+        };
+        self.run_on(device, calls, rank, decided)
+    }
 }
 
 /// Returns `true` if the error is the allocator's decision to refuse memory.
@@ -150,7 +174,7 @@ fn is_refusal(error: &AllocateError) -> bool {
 
 /// Returns the digest of the default pool, combined with those of all other pools that were not destroyed, and with `destroyed`, the
 /// combined digests of the destroyed pools.
-fn digest(allocator: &Allocator<SimBackend>, destroyed: u64) -> u64 {
+fn digest(allocator: &Allocator<impl Backend>, destroyed: u64) -> u64 {
     let pools = (0..allocator.pool_count()).filter_map(|pool| allocator.digest(PoolId(pool)).ok());
     let existing = pools.map(|digest| digest.value).reduce(fold).unwrap_or(0);
     if destroyed == 0 { existing } else { fold(existing, destroyed) }

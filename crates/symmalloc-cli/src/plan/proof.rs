@@ -10,7 +10,7 @@ use symmalloc_core::config::Config;
 use symmalloc_core::errors::AllocateError;
 use symmalloc_core::op::Op;
 use symmalloc_core::work::{Allowance, TooMuchWork};
-use symmalloc_sim::{Call, SimBackend};
+use symmalloc_sim::IdleBackend;
 use symmalloc_trace::replay::{Program, Replay, StepError};
 
 /// Number of calls to a device, and of changes that a registrar of windows would have to process.
@@ -58,10 +58,9 @@ impl Proof {
     }
 }
 
-/// Runs a program on a rank's device. Limits refuse requests as in the job.
+/// Runs the program of a rank. Limits refuse requests as in the job.
 pub(super) fn prove(program: &Program, config: &Config, rank: u32) -> Result<Proof, JobError> {
-    let device = SimBackend::builder().rank(rank).memory_bytes(u64::MAX).without_kernels().build();
-    let allocator = Allocator::new(device, config.clone())?;
+    let allocator: Allocator<_> = Allocator::new(IdleBackend::default(), config.clone())?;
     let mut replay = Replay::new(&allocator, program);
     let mut proof = Proof::default();
     let mut before = Counts::default();
@@ -107,7 +106,7 @@ pub(super) fn prove(program: &Program, config: &Config, rank: u32) -> Result<Pro
         }
         replay.free_all().map_err(|error| JobError::Free { rank, error })?;
     }
-    proof.peak_reserved_bytes = allocator.backend().mapped_bytes_peak();
+    proof.peak_reserved_bytes = allocator.stats().reserved_bytes.peak;
     Ok(proof)
 }
 
@@ -116,13 +115,11 @@ fn is_refusal(error: &AllocateError) -> bool {
 }
 
 /// Returns the number of calls that reserve, map, unmap or release memory so far.
-fn memory_calls(allocator: &Allocator<SimBackend>) -> u64 {
-    let calls = allocator.backend().calls();
-    let memory = [Call::Reserve, Call::Map, Call::Unmap, Call::Release];
-    memory.into_iter().map(|call| calls.of(call)).sum()
+fn memory_calls(allocator: &Allocator<IdleBackend>) -> u64 {
+    allocator.backend().range_calls() + allocator.backend().map_calls()
 }
 
-fn counts(allocator: &Allocator<SimBackend>) -> Counts {
+fn counts(allocator: &Allocator<IdleBackend>) -> Counts {
     Counts {
         memory_calls: memory_calls(allocator),
         registrations: allocator.pools().into_iter().map(|pool| allocator.segment_log_entries(pool)).sum(),

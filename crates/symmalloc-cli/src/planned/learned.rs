@@ -12,7 +12,7 @@ use symmalloc_core::config::{Config, ConfigError, PlanPolicy, PoolConfig, Segmen
 use symmalloc_core::op::{Op, Record};
 use symmalloc_core::plans::Plan;
 use symmalloc_core::{Allocator, PoolId};
-use symmalloc_sim::SimBackend;
+use symmalloc_sim::IdleBackend;
 use symmalloc_trace::plan::PlanFile;
 use symmalloc_trace::replay::{Program, Replay, StepError};
 
@@ -27,8 +27,8 @@ pub(super) fn plans(recorded: &Recorded, config: &Config) -> Result<PlanFile, Cl
     let learning = learning.and_then(|pool| config.to_builder().total_limit_bytes(None).default_pool(pool).build());
     let learning = learning.map_err(|error| recorded.invalid(error))?;
     let program = program(recorded).map_err(|error| recorded.invalid(error))?;
-    let device = SimBackend::builder().memory_bytes(u64::MAX).without_kernels().build();
-    let allocator = Allocator::new(device, learning).map_err(|error| recorded.invalid(error))?;
+    let allocator: Allocator<_> =
+        Allocator::new(IdleBackend::default(), learning).map_err(|error| recorded.invalid(error))?;
     let mut replay = Replay::new(&allocator, &program);
     let mut learned: BTreeMap<PoolId, Vec<Plan>> = BTreeMap::new();
     let mut take = |replay: &Replay<'_, _, _>, pool: PoolId| {

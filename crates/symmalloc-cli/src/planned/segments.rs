@@ -19,7 +19,7 @@ use symmalloc_core::config::{Config, ConfigError, PoolConfig, PoolConfigBuilder,
 use symmalloc_core::ids::{HeapId, StreamId};
 use symmalloc_core::op::Op;
 use symmalloc_core::{Allocator, PoolId};
-use symmalloc_sim::SimBackend;
+use symmalloc_sim::IdleBackend;
 use symmalloc_trace::plan::PlanFile;
 use symmalloc_trace::replay::{Replay, StepError};
 
@@ -92,9 +92,8 @@ fn with_pools(
 fn run(recorded: &Recorded, file: &PlanFile, mut most: Segments) -> Result<(Segments, u64), CliError> {
     let failed = |error| not_followed(recorded, error);
     let program = recorded.program();
-    let device = SimBackend::builder().memory_bytes(u64::MAX).without_kernels().build();
-    let allocator = Allocator::new(device, file.config().clone());
-    let allocator = allocator.map_err(|error| recorded.invalid(error))?;
+    let allocator: Allocator<_> =
+        Allocator::new(IdleBackend::default(), file.config().clone()).map_err(|error| recorded.invalid(error))?;
     let replay = Replay::following(&allocator, program, file);
     let mut replay = replay.map_err(|error| failed(JobError::Plan { rank: 0, error }))?;
     let mut streams: BTreeMap<PoolId, BTreeSet<StreamId>> = BTreeMap::new();

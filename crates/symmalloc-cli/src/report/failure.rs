@@ -6,7 +6,6 @@
 //! ```
 //! In each attempt, the request is an allocation at its op. Attempts vary the settings of the request's pool. An attempt has the limits of
 //! the job, and a limit at the memory that was available to the recorded allocator: what it held, and what was free on the device.
-//! those of the job, and the memory available to the recorded allocator: what it held, and what was free on the device.
 
 mod bound;
 mod growth;
@@ -111,9 +110,10 @@ enum Cause {
 }
 
 impl Failure {
-    /// Returns the failure of a job, with the result of each setting that may serve the request. Returns `None` if nothing failed.
-    pub(super) fn of(recorded: &Recorded, reading: &ReadingArgs) -> Result<Option<Self>, CliError> {
-        let Some(mut failure) = Self::found(recorded)? else { return Ok(None) };
+    /// Returns the failure of a job, with the result of each setting that may serve the request. `own_refused` is the number of requests that
+    /// the job's own settings refuse. Returns `None` if nothing failed.
+    pub(super) fn of(recorded: &Recorded, reading: &ReadingArgs, own_refused: u64) -> Result<Option<Self>, CliError> {
+        let Some(mut failure) = Self::found(recorded, own_refused)? else { return Ok(None) };
         let program = Program::new(&with_request(&recorded.recording, failure.op));
         let program = program.map_err(|source| CliError::Program { path: recorded.path.clone(), source })?;
         let of_default = failure.pool == PoolId::DEFAULT;
@@ -155,11 +155,12 @@ impl Failure {
     }
 
     /// Returns the recorded failure, or else the first request that the job's own settings refuse.
-    fn found(recorded: &Recorded) -> Result<Option<Self>, CliError> {
+    fn found(recorded: &Recorded, own_refused: u64) -> Result<Option<Self>, CliError> {
         let recording = &recorded.recording;
         let ops = recorded.program().ops();
         let (op, noted, cause) = match recording.failure {
             Some(failure) => (failure.record, Some(failure), refusal_of(recorded, failure.record)),
+            None if own_refused == 0 => return Ok(None),
             None => {
                 let refusal = recorded.job.first_refusal(&recorded.config);
                 let refusal = refusal.map_err(|source| CliError::Job { path: recorded.path.clone(), source })?;

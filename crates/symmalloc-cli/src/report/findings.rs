@@ -76,15 +76,18 @@ pub(super) struct Fragmentation {
 }
 
 impl PlanOutcome {
-    /// Plans the job, and returns the plan too. If planning fails, the page has no plan.
+    /// Plans the job, and returns the plan too. If planning fails, or the job is long, the page has no plan.
     pub(super) fn of(recorded: &Recorded, args: &ReportArgs, own_refused: u64) -> (Self, Option<Arc<PlanFile>>) {
+        let path = quoted(&args.input.to_string_lossy());
+        let command = format!("symmalloc plan {path}{}{} -o job.plan", args.reading.flags(), args.policy.flags());
+        if recorded.job.is_long() {
+            let reason = format!("a report does not plan a job as long as this one; use {command}");
+            return (PlanOutcome::Failed(NoPlan { reason, exceeds_limit: false }), None);
+        }
         match PlannedJob::of_use(recorded, &args.policy, own_refused) {
             Err(no_plan) => (PlanOutcome::Failed(no_plan), None),
             Ok(None) => (PlanOutcome::Empty, None),
             Ok(Some(planned)) => {
-                let path = quoted(&args.input.to_string_lossy());
-                let command =
-                    format!("symmalloc plan {path}{}{} -o job.plan", args.reading.flags(), args.policy.flags());
                 let Steady { peaks, refused, .. } = planned.followed;
                 let efficiency = (peaks.efficiency() * 1e6).round() / 1e6;
                 let trial = PlanTrial { command, planned_bytes: peaks.reserved_bytes, efficiency, refused };

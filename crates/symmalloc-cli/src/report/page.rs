@@ -122,7 +122,7 @@ fn figures(findings: &Findings<'_>) -> Markup {
             }
             div {
                 b { (memory(findings.steady_bytes())) }
-                "peak reserved" br; "over " (findings.recorded.job.steady_passes()) " passes"
+                "peak reserved" br; "over " (counted(findings.recorded.job.steady_passes().get(), "pass"))
             }
             @for (word, quantity) in of_op {
                 div { b { (memory(peaks[quantity].bytes)) } (word) br; "after op " (count(peaks[quantity].op)) }
@@ -237,14 +237,14 @@ fn fragmentation(findings: &Findings<'_>) -> Markup {
 }
 
 fn settings(findings: &Findings<'_>) -> Markup {
-    let passes = findings.recorded.job.steady_passes();
+    let times = counted(findings.recorded.job.steady_passes().get(), "time");
     let better: Vec<&Trial> = findings.better().collect();
     let others: Vec<&Trial> =
         findings.trials.iter().filter(|trial| !trial.is_own && !trial.is_better_than(findings.own())).collect();
     html! {
         h2 { "Settings to try" }
         p.aside {
-            "The same ops, replayed " (passes) " times under each setting. A replay shows neither speed nor changes in \
+            "The same ops, replayed " (times) " under each setting. A replay shows neither speed nor changes in \
              the program's behavior. Without a limit, memory is only released on request. Waits are waits of a stream for another \
              that the reuse of memory requires in a pass. Each is a fence on the device. Maps are calls that map or unmap memory in a \
              pass. Each takes microseconds on the host. The command below each setting reproduces its results."

@@ -151,10 +151,10 @@ pub(super) fn trials(recorded: &Recorded, reading: &ReadingArgs) -> Result<Trial
 }
 
 /// Approximate number of ops that a report of a long job replays under other settings than the job's own. They take a few seconds.
-const TRIED_OPS: usize = 8_000_000;
+const TRIED_OPS: usize = 4_000_000;
 
 /// Minimum number of other settings that a report tries.
-const OTHERS_MIN: usize = 3;
+const OTHERS_MIN: usize = 2;
 
 /// Returns the settings to try if each trial executes this many ops, and, as text, the settings that are left out because the job is long.
 pub(super) fn within_budget(
