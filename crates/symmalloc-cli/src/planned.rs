@@ -126,10 +126,7 @@ impl PlannedJob {
         let planned = PlannedJob::of(recorded, policy, budget(seconds)).map_err(|error| NoPlan::of(&error))?;
         let refused = planned.followed.refused;
         if refused > own_refused {
-            let passes = match planned.followed.passes {
-                1 => "1 pass".to_owned(),
-                passes => format!("{} passes", count(passes)),
-            };
+            let passes = counted(planned.followed.passes, "pass");
             let own = match own_refused {
                 0 => "none is".to_owned(),
                 1 => "1 is".to_owned(),

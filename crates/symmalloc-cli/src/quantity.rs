@@ -38,10 +38,15 @@ pub(crate) fn rounded(value: f64) -> f64 {
     (value * 1e6).round() / 1e6
 }
 
-/// Formats a count with its noun: `1 stream`, `2 streams`.
+/// Formats a count with its noun: `1 stream`, `2 streams`, `2 passes`.
 pub(crate) fn counted(number: impl TryInto<u64>, noun: &str) -> String {
     let number = number.try_into().unwrap_or(u64::MAX);
-    format!("{} {noun}{}", count(number), if number == 1 { "" } else { "s" })
+    let ending = match number {
+        1 => "",
+        _ if noun.ends_with('s') => "es",
+        _ => "s",
+    };
+    format!("{} {noun}{ending}", count(number))
 }
 
 #[cfg(test)]
@@ -65,5 +70,6 @@ mod tests {
     #[test]
     fn one_has_no_plural() {
         assert_eq!([1_u64, 2].map(|n| counted(n, "stream")), ["1 stream", "2 streams"]);
+        assert_eq!([1_u64, 2].map(|n| counted(n, "pass")), ["1 pass", "2 passes"]);
     }
 }

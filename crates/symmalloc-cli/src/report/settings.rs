@@ -7,7 +7,7 @@ use crate::escape::quoted;
 use crate::job::Steady;
 use crate::output::reason;
 use crate::progress::Progress;
-use crate::quantity::count;
+use crate::quantity::{count, counted};
 use crate::recorded::Recorded;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -60,10 +60,7 @@ impl Trial {
 
     /// Describes the refusals: `30 refused per pass (150 in 5 passes)`. `verb` follows the number.
     pub(super) fn refusals(&self, verb: &str) -> String {
-        let passes = match self.passes {
-            1 => "1 pass".to_owned(),
-            passes => format!("{} passes", count(passes)),
-        };
+        let passes = counted(self.passes, "pass");
         match self.refused_each {
             Some(each) => format!("{}{verb} per pass ({} in {passes})", count(each), count(self.refused)),
             None => format!("{}{verb} in {passes}", count(self.refused)),

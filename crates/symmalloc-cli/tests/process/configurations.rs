@@ -22,7 +22,7 @@ const CONFIGURATIONS: [&str; 18] = [
     "debug:poison",
     "debug:canary",
     "debug:unmap",
-    "debug:quarantine_mb:4",
+    "debug:[quarantine_mb:4]",
     "segments:expandable,stitching:true,streams:shared,debug:[poison,canary,quarantine_mb:4,unmap]",
 ];
 
