@@ -5,9 +5,8 @@
 use crate::args::{ReadingArgs, STREAM};
 use crate::collection;
 use crate::error::CliError;
-use crate::output;
 use std::fs::{self, File};
-use std::io::{self, IsTerminal, Read};
+use std::io::{self, IsTerminal, Read, Write};
 use std::path::Path;
 use std::sync::mpsc;
 use std::thread;
@@ -91,10 +90,9 @@ pub(crate) fn open_pipe(
     if let Ok(file) = opening.recv_timeout(PIPE_PATIENCE) {
         return file;
     }
-    output::write_stderr(&format!(
-        "waiting for the other end of the pipe {}\n",
-        visible_line(&path.display().to_string())
-    ));
+    let report = format!("waiting for the other end of the pipe {}\n", visible_line(&path.display().to_string()));
+    // Nobody may read it.
+    let _written = io::stderr().write_all(report.as_bytes());
     opening.recv_timeout(PIPE_WAIT_MAX - PIPE_PATIENCE).unwrap_or_else(|_| {
         let seconds = PIPE_WAIT_MAX.as_secs();
         let message =
