@@ -96,6 +96,8 @@ struct Rank {
     failing: Option<u64>,
     /// Number of meetings at which this rank arrives late.
     late_meetings: u32,
+    /// Number of meetings so far.
+    meetings: u64,
     sampled: Option<Instant>,
 }
 
@@ -130,6 +132,7 @@ impl Rank {
             is_full: false,
             failing: None,
             late_meetings: 0,
+            meetings: 0,
             sampled: None,
         }
     }
@@ -159,6 +162,7 @@ impl Rank {
             self.late_meetings -= 1;
             std::thread::sleep(LATE);
         }
+        self.meetings += 1;
         let id = UniqueId::for_job(&self.launch(), MEETING)?;
         let allocator = CudaAllocator::new(&self.device, Config::default())?;
         let trace = self.folder.join("disk").join(format!("rank{}.trace", self.number));
@@ -386,7 +390,7 @@ impl Rank {
         if self.sampled.is_none_or(|time| time.elapsed() >= interval) {
             // Threads of the communicator may still be ending.
             std::thread::sleep(Duration::from_millis(50));
-            samples::take(&self.folder, self.number, &self.allocator);
+            samples::take(&self.folder, self.number, &self.allocator, self.meetings);
             self.sampled = Some(Instant::now());
         }
     }
