@@ -42,6 +42,7 @@ from .errors import (
     PeerDied,
     PeerFailed,
     StaleImport,
+    TooManyOpenFiles,
     UnequalLayouts,
     UnknownPointer,
     WrongPeer,
@@ -357,7 +358,8 @@ class _Side:
     def _synchronize(self, deadline: Deadline) -> None:
         """Waits for all work of this process on the device. Raises `DeadlinePassed`.
 
-        The driver's wait has no time limit, and a kernel may wait for a dead rank. It therefore blocks a thread, which is then left.
+        The driver's wait has no time limit, and a kernel may wait for a dead rank. A separate thread
+        therefore waits, and is abandoned at the deadline.
         """
         errors: list[BaseException] = []
         is_done = threading.Event()
@@ -534,8 +536,9 @@ class Trainer(_Side):
                 runs.append([chunk])
         fresh: list[list[Any]] = []
         handles: list[int] = []
-        used: set[Range] = set()
+        used: list[tuple[Range, Range]] = []  # an offered range, and the part of it that this group uses
         for run in runs:
+            part = (run[0][0], run[-1][0] + run[-1][1] - run[0][0])
             with ExitStack() as holds:
                 held: dict[Range, int] = {}
                 for chunk in run:
@@ -544,14 +547,15 @@ class Trainer(_Side):
                 # An address may have other memory than in an earlier group. A held handle cannot belong to other memory.
                 whole = next((one for one, (known, _) in self._offered.items() if held.items() <= known.items()), None)
                 if whole is None:
-                    whole = (run[0][0], run[-1][0] + run[-1][1] - run[0][0])
+                    whole = part
                     if whole in self._offered:
                         self._offered[whole][1].close()
                     self._offered[whole] = held, holds.pop_all()
                     fresh.append([whole, [size for _, size in run]])
                     handles += held.values()
-                used.add(whole)
-        ranges = [(at, one) for at, one in enumerate(self._offered) if one in used]
+                used.append((whole, part))
+        numbers = {whole: at for at, whole in enumerate(self._offered)}
+        ranges = [(numbers[whole], whole[0], part) for whole, part in used]
         layouts = [(name, _layout(tensor, spans[name], ranges)) for name, tensor in group.items()]
         self._note(spans, page)
         message: dict[str, Any] = {"number": number, "fresh": fresh}
@@ -654,7 +658,7 @@ class Engine(_Side):
                 if message["kind"] == "end":
                     break
                 if keep and taken is not None:
-                    raise InvalidState(
+                    raise InvalidArgument(
                         "the trainer gave several groups of weights, of which keep=True needs one: give it a single mapping"
                     )
                 taken = self._open(message, deadline)
@@ -702,7 +706,10 @@ class Engine(_Side):
             if self._page is None:
                 page = next(descriptors)
                 try:
-                    self._page = StatePage(os.dup(page), is_owner=False)
+                    with naming_limits():
+                        self._page = StatePage(os.dup(page), is_owner=False)
+                except TooManyOpenFiles:
+                    raise
                 except (OSError, ValueError) as why:
                     raise WrongPeer(f"{self._channel.peer} sent an invalid state page: {why}") from why
             for whole, sizes in fresh:
@@ -899,7 +906,7 @@ def end_process(seconds: float = 5.0, status: int = 1) -> Callable[[Error], None
     A process may be blocked in a collective that a dead rank does not join. Its memory returns to the device only when it ends.
     """
     if not 0 <= seconds <= threading.TIMEOUT_MAX:
-        raise InvalidArgument(f"the time to end is {seconds} s: give a number of at least 0")
+        raise InvalidArgument(f"the time to end is {seconds} s: give a finite number of at least 0")
 
     def end(error: Error) -> None:
         def later() -> None:
@@ -950,13 +957,16 @@ def _span(name: str, tensor: Any) -> tuple[int, int]:
     return tensor.data_ptr(), (last + 1) * tensor.element_size()
 
 
-def _layout(tensor: Any, span: tuple[int, int], ranges: list[tuple[int, Range]]) -> Layout:
-    """Returns the layout of a tensor in one of some numbered ranges, or outside of all."""
+def _layout(tensor: Any, span: tuple[int, int], ranges: list[tuple[int, int, Range]]) -> Layout:
+    """Returns the layout of a tensor in one of some parts of ranges, or outside of all.
+
+    Each part comes with the number and the address of its range. Other parts of that range may be outdated.
+    """
     address, size = span
     of, offset = 0, 0
-    for number, (first, length) in ranges:
+    for number, base, (first, length) in ranges:
         if size and first <= address and address + size <= first + length:
-            of, offset = number, address - first
+            of, offset = number, address - base
     return Layout(of, offset, size, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tuple(tensor.stride()))
 
 
@@ -1007,6 +1017,8 @@ def _layouts(sent: list[Any], peer: Member | None) -> dict[str, Layout]:
             _check_numbers([of, offset, size, *shape, *stride])
             if not isinstance(name, str) or not isinstance(dtype, str) or len(shape) != len(stride):
                 raise ValueError("a layout has no name, type, shape and strides")
+            if (size == 0) != (0 in shape):
+                raise ValueError("a size does not fit its shape")
             found[name] = Layout(of, offset, size, dtype, tuple(shape), tuple(stride))
     except (TypeError, ValueError) as why:
         raise WrongPeer(f"{peer} sent an invalid description of its weights: {why}") from why

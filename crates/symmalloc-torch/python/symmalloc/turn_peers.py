@@ -326,6 +326,8 @@ class Channel:
             descriptors += more
             if flags & socket.MSG_CTRUNC and len(more) < DESCRIPTORS:
                 raise too_many_files(f"the system did not deliver all descriptors from {self.peer}")
+            if len(descriptors) > DESCRIPTORS:
+                raise WrongPeer(f"{self.peer} sent more descriptors than any message has")
             if not part:
                 raise self._died()
             parts += part
@@ -367,7 +369,7 @@ def value(message: dict[str, Any], name: str, kind: type) -> Any:
     found = message.get(name)
     if type(found) is not kind:
         raise WrongPeer(
-            f"{name!r} in the message {message.get('kind')!r} is no {kind.__name__}: use one version of symmalloc on both sides"
+            f"{name!r} in the message {message.get('kind')!r} is not of type {kind.__name__}: use one version of symmalloc on both sides"
         )
     return found
 

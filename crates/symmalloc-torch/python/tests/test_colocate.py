@@ -289,7 +289,7 @@ class Turns(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "give a number above 0"):
             Trainer(self.folder, 0, 1, memory=Unmanaged(), descriptors=Host(), deadline_seconds=0)
         for seconds in (-1.0, math.nan, math.inf):
-            with self.assertRaisesRegex(ValueError, "give a number of at least 0"):
+            with self.assertRaisesRegex(ValueError, "give a finite number of at least 0"):
                 colocate.end_process(seconds)
 
     def test_a_wait_longer_than_the_systems_limit_waits_again(self) -> None:
@@ -563,6 +563,7 @@ colocate.end_process(0.3, 7)(errors.PeerDied("engine 0 died"))
             {"fresh": [[[4096], [8192]]]}, {"fresh": [[[4096, 1 << 64], [1 << 64]]]}, {"fresh": [[[0, -1], [-1]]]},
             {"layouts": {}}, {"layouts": [layout[:-1]]}, {"layouts": [7]}, changed(0, 7), changed(1, 1), changed(1, -1), changed(2, 8192),
             changed(2, "0"), changed(3, 1 << 40), changed(4, None), changed(5, 8), changed(5, [8.5]), changed(6, [1, 1]),
+            changed(3, 0), changed(5, [0]),
         ):  # fmt: skip
             with self.subTest(change=change), pair(self.folder) as (trainer, engine):
                 host, page = trainer._descriptors, StatePage.create()
@@ -590,7 +591,7 @@ colocate.end_process(0.3, 7)(errors.PeerDied("engine 0 died"))
         for change in ({"keeps": 1}, {}):
             with self.subTest(change=change), pair(self.folder) as (trainer, engine):
                 engine._channel.send("complete", deadline, **change)
-                with self.assertRaisesRegex(WrongPeer, "'keeps' in the message 'complete' is no bool"):
+                with self.assertRaisesRegex(WrongPeer, "'keeps' in the message 'complete' is not of type bool"):
                     trainer.hand_over({}, deadline_seconds=5.0)
 
     def test_a_state_page_cannot_shrink_and_an_unsealed_one_is_rejected(self) -> None:
@@ -637,14 +638,14 @@ colocate.end_process(0.3, 7)(errors.PeerDied("engine 0 died"))
                             raise KeyError("load")
 
                         told, raised = together(
-                            lambda: trainer.hand_over({"w": tensor}), lambda: engine.take(load, deadline_seconds=5.0)
+                            lambda: trainer.hand_over({"w": tensor}), lambda: engine.take(load, deadline_seconds=30.0)
                         )
                         self.assertIsInstance(raised, KeyError)
                         self.assertIsInstance(told, PeerFailed)
                         self.assertEqual(engine._descriptors.maps, 1, "a kernel may still read it")
                     trainer.close()
                     engine.close()
-                self.assertLess(time.monotonic() - begun, 4.0)
+                self.assertLess(time.monotonic() - begun, 15.0)
 
     def test_a_group_in_other_memory_at_an_old_address_is_read_from_the_other_memory(self) -> None:
         with pair(self.folder) as (trainer, engine):
@@ -680,6 +681,32 @@ colocate.end_process(0.3, 7)(errors.PeerDied("engine 0 died"))
             self.assertEqual(len({address for address, _ in seen}), 1, "at one address")
             self.assertEqual(len(exports), 3, "equal memory is exported once")
             self.assertEqual((host.holds, engine._descriptors.maps), (0, 0))
+
+    def test_a_part_of_an_earlier_range_is_used_for_its_own_chunks_alone(self) -> None:
+        with pair(self.folder) as (trainer, engine):
+            host, size = trainer._descriptors, 4096
+            base = host.allocate(3 * size)
+            tensors = [Tensor(base + at * size, 1024) for at in range(3)]
+            os.close(host._files.pop((base, 3 * size)))
+            for at in range(3):
+                host.replace(base + at * size, size)  # a chunk of its own
+            seen: list[list[set[int]]] = []
+
+            def groups() -> Any:
+                for at in range(3):
+                    ctypes.memset(base + at * size, 1, size)
+                yield {"c": tensors[2]}
+                yield dict(zip("abc", tensors, strict=True))
+                host.replace(base + 2 * size, size)
+                ctypes.memset(base + 2 * size, 9, size)
+                yield {"a": tensors[0], "c": tensors[2]}
+
+            def load(given: Any) -> None:
+                seen.append([set(ctypes.string_at(given[name], size)) for name in sorted(given)])
+
+            acts = lambda: trainer.hand_over(groups()), lambda: engine.take(load, deadline_seconds=5.0)
+            self.assertEqual(together(*acts), [None, None])
+            self.assertEqual(seen, [[{1}], [{1}] * 3, [{1}, {9}]])
 
     def test_addresses_are_released_when_a_turn_does_not_use_them_and_at_the_end(self) -> None:
         with pair(self.folder) as (trainer, engine):
@@ -821,7 +848,7 @@ colocate.end_process(0.3, 7)(errors.PeerDied("engine 0 died"))
             told, raised = together(
                 lambda: trainer.hand_over([{"w": tensor}, {"b": tensor}]), lambda: engine.take(keep=True, deadline_seconds=5.0)
             )
-            self.assertIsInstance(raised, InvalidState)
+            self.assertIsInstance(raised, InvalidArgument)
             self.assertIn("single mapping", str(told))
 
     def test_a_trainer_that_withdraws_makes_kept_weights_stale(self) -> None:
