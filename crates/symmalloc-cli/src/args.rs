@@ -182,7 +182,7 @@ JSON: schema_version, trace, picture, ops, op (shown by the map), refused (alloc
 then the first stream of their group, or null if all of the pool share). With
 --beside: beside ({trace, placements: recorded or replayed, allocs, differing_placements, differing_live}). With
 --plan: plan ({file, reserved}). With --share: trace, picture, refused (requests in all passes), peak_live_bytes, and the peak of
-reserved memory over five passes: pytorch_bytes and pytorch_expandable_bytes (model), symmalloc_bytes, planned_bytes (null if there is
+reserved memory over five passes (fewer if the job is long): pytorch_bytes and pytorch_expandable_bytes (model), symmalloc_bytes, planned_bytes (null if there is
 no plan), no_plan (the reason, or null if there is nothing to plan).
 
 Exit codes: 0 success, 2 invalid input.";
@@ -231,7 +231,8 @@ Examples:
 
 In a plan, the streams of the default pool share memory, unless --streams, --config or the recording's configuration says
 otherwise. All other settings come from the recording and the flags. `planned` is the memory reserved when the job follows the
-plan, `online` the memory reserved without one; both are the maximum over five passes. Reservations are for running without a
+plan, `online` the memory reserved without one; both are the maximum over five passes (two for more than 200,000 ops,
+one for more than 500,000). Reservations are for running without a
 plan. To prove them, each recording runs twice, without and with them, on a device that counts its calls.
 
 JSON: an array with one object per job (with --one-job, one object whose numbers are the maximum over all ranks):

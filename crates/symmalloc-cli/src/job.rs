@@ -204,8 +204,8 @@ impl Job {
     }
 
     /// Returns the number of passes that show how much memory the job needs when it repeats. Reports run a job under many settings, so
-    /// they repeat it less often if it has many ops: twice, because the second pass shows what the first one hides, or not at all, because
-    /// so many ops repeat by themselves.
+    /// they repeat it less often if it has many ops: above 200,000 they run it twice, because the second pass shows what the first one
+    /// hides. Above 500,000 ops they run it once: such a job repeats its own steps.
     pub(crate) fn steady_passes(&self) -> NonZeroU32 {
         match self.program.ops().len() {
             LONG_JOB_OPS.. => NonZeroU32::MIN,

@@ -36,9 +36,9 @@ pub(super) fn share(args: &ChartArgs, recorded: &Recorded, out: &Destination) ->
     bars.extend(planned_bytes.map(|bytes| Bar { label: "symmalloc, planned", bytes }));
     let name = file_name(&recorded.path);
     let footer = format!(
-        "{}, replayed {} times by symmalloc {} and by its model of PyTorch",
+        "{}, replayed {} by symmalloc {} and by its model of PyTorch",
         counted(recorded.op_count(), "recorded op"),
-        ours.passes,
+        counted(ours.passes, "time"),
         env!("CARGO_PKG_VERSION")
     );
     let shared = Shared { name: &name, bars: &bars, live_bytes: ours.peaks.live_bytes, footer: &footer };

@@ -44,9 +44,9 @@ fn figures(args: &PlanArgs, plan: &JobPlan<'_>) -> String {
     let planned = format!("{:.3} of it live at the peak; streams {}", figures.efficiency(), figures.streams());
     line("planned", figures.planned_bytes, &(planned + &waits(figures.waits) + &refused(figures.refused)));
     let mut online = format!(
-        "{:.3} over {} passes; streams {}",
+        "{:.3} over {}; streams {}",
         figures.online_efficiency(),
-        figures.passes,
+        counted(figures.passes, "pass"),
         figures.online_streams()
     );
     online += &(waits(figures.online_waits) + &refused(figures.online_refused));

@@ -110,8 +110,8 @@ enum Cause {
 }
 
 impl Failure {
-    /// Returns the failure of a job, with the result of each setting that may serve the request. `own_refused` is the number of requests that
-    /// the job's own settings refuse. Returns `None` if nothing failed.
+    /// Returns the failure of a job, with the result of each setting that may serve the request. Returns `None` if nothing failed.
+    /// `own_refused` is the number of allocations that the job's own settings refuse.
     pub(super) fn of(recorded: &Recorded, reading: &ReadingArgs, own_refused: u64) -> Result<Option<Self>, CliError> {
         let Some(mut failure) = Self::found(recorded, own_refused)? else { return Ok(None) };
         let program = Program::new(&with_request(&recorded.recording, failure.op));
@@ -160,7 +160,8 @@ impl Failure {
         let ops = recorded.program().ops();
         let (op, noted, cause) = match recording.failure {
             Some(failure) => (failure.record, Some(failure), refusal_of(recorded, failure.record)),
-            None if own_refused == 0 => return Ok(None),
+            // The count leaves out reservations.
+            None if own_refused == 0 && !ops.iter().any(|op| matches!(op, Op::Reserve { .. })) => return Ok(None),
             None => {
                 let refusal = recorded.job.first_refusal(&recorded.config);
                 let refusal = refusal.map_err(|source| CliError::Job { path: recorded.path.clone(), source })?;

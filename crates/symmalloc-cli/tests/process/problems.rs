@@ -46,6 +46,20 @@ fn a_request_that_cannot_fit_is_the_center_of_the_report() {
     }
 }
 
+/// A refused reservation is a failure, too, although no allocation is refused.
+#[test]
+fn a_refused_reservation_is_the_center_of_the_report() {
+    let folder = Folder::new();
+    let config = "config segments:expandable,total_limit_mb:64";
+    let (object, text, _) =
+        report(&folder.trace("reserve.trace", &[config, "stream s0", "a 0 1048576 s0", "reserve 134217728 s0", "f 0"]));
+    assert_eq!(
+        (&object["failure"]["op"], &object["failure"]["size_bytes"]),
+        (&json!(2), &json!(134_217_728)),
+        "{text}"
+    );
+}
+
 #[test]
 fn a_request_that_fails_by_fragmentation_is_served_within_the_same_memory() {
     let (object, text, page) = report(&reported("oom_fragmented.pickle"));

@@ -54,7 +54,7 @@ pub(crate) fn take(folder: &Path, rank: usize, allocator: &CudaAllocator, meetin
     let destroyed = u64::from(allocator.core().pool_count()) - pools;
     let kept = KEPT_OF_A_POOL * destroyed + KEPT_OF_A_MEETING * meetings;
     let figures = [
-        ((heap.uordblks + heap.hblkhd) as u64 - kept) >> 10,
+        ((heap.uordblks + heap.hblkhd) as u64).saturating_sub(kept) >> 10,
         field("RssAnon:"),
         descriptors() as u64,
         field("Threads:"),

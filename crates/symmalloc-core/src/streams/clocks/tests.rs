@@ -62,6 +62,19 @@ fn waits_are_forgotten_in_the_order_of_the_first_wait() {
         let expected = &known[known.len().saturating_sub(WAITS_MAX)..];
         assert_eq!(clocks.moment(StreamId(0)).waits.iter().collect::<Vec<_>>(), expected);
     }
+    // A wait for a forgotten stream is a first wait again, and evicts the oldest one.
+    let tick = waits(&mut clocks, 0, 1);
+    known.push((StreamId(1), tick));
+    let expected = &known[known.len() - WAITS_MAX..];
+    let moment = clocks.moment(StreamId(0));
+    assert_eq!(moment.waits.iter().collect::<Vec<_>>(), expected);
+    // A moment is merged from its oldest wait on, so the wait for its own stream is the newest.
+    clocks.waits_for(StreamId(others), &moment);
+    let merged: Vec<_> = expected.iter().copied().filter(|(on, _)| *on != StreamId(others)).collect();
+    let own = (StreamId(0), moment.tick);
+    let merged: Vec<_> = merged.into_iter().chain([own]).collect();
+    let merged = &merged[merged.len().saturating_sub(WAITS_MAX)..];
+    assert_eq!(clocks.moment(StreamId(others)).waits.iter().collect::<Vec<_>>(), merged);
 }
 
 #[test]
