@@ -216,13 +216,14 @@ class Turns(unittest.TestCase):
             self.assertRegex(output, r"PeerDied: trainer 0", name)
 
     def test_a_stopped_process_is_named_at_the_deadline(self) -> None:
-        patience = {name: {"DEADLINE": "2"} for name in ("trainer0", "trainer1", "engine0")}
-        job = Job(self.folder, 2, MANY, engine1={"STOPS_IN": "update", "DEADLINE": "2"}, **patience)
+        # Long enough for the start of all processes on a busy machine.
+        patience = {name: {"DEADLINE": "8"} for name in ("trainer0", "trainer1", "engine0")}
+        job = Job(self.folder, 2, MANY, engine1={"STOPS_IN": "update", "DEADLINE": "8"}, **patience)
         stopped = job.processes.pop("engine1")
         ended = job.ended()
         stopped.kill()
         stopped.communicate()
-        self.assertRegex(ended["trainer1"][1], r"DeadlinePassed: engine 1 \(pid \d+\) did not load the weights within 2\.0 s")
+        self.assertRegex(ended["trainer1"][1], r"DeadlinePassed: engine 1 \(pid \d+\) did not load the weights within 8\.0 s")
         for name in ("trainer0", "engine0"):
             self.assertNotEqual(ended[name][0], 0, name)
             self.assertRegex(ended[name][1], "DeadlinePassed|PeerFailed: trainer 1|PeerDied: trainer [01]", name)
@@ -749,8 +750,9 @@ colocate.end_process(0.3, 7)(errors.PeerDied("engine 0 died"))
             turn_peers.check_user(first, "/run/job/turns")
 
     def test_another_device_or_number_of_ranks_is_the_wrong_peer(self) -> None:
+        # Both sides notice it. One may hear of the other's error first.
         with (
-            self.assertRaisesRegex(WrongPeer, "give equal ranks of trainer and engine the same device"),
+            self.assertRaisesRegex((WrongPeer, PeerFailed), "give equal ranks of trainer and engine the same device"),
             pair(self.folder, hosts=(Host(), Host("another"))),
         ):
             pass
