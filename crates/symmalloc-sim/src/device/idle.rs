@@ -14,8 +14,8 @@ const GRANULARITY_BYTES: u64 = 2 * MIB;
 /// Above the addresses of every base.
 const FIRST_ADDRESS: u64 = 1 << 48;
 
-/// A backend on which every call succeeds at negligible cost. It checks nothing, and counts the calls that are slow on a
-/// real device.
+/// A backend on which every call succeeds at negligible cost. It checks nothing, has no limit of memory or
+/// addresses, and counts the calls that are slow on a real device.
 #[derive(Debug)]
 pub struct IdleBackend {
     /// Base of the next range, above the addresses of pools with a base. Addresses are never reused, because the 64-bit
