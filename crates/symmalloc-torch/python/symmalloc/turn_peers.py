@@ -25,6 +25,7 @@ import struct
 import threading
 import time
 import weakref
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -46,6 +47,8 @@ TEXT_CHARACTERS = 4096
 """The longest error text that a process reports to the others."""
 DESCRIPTORS = 64
 """The most descriptors of one message, and the most that a side holds at once. The kernel allows 253."""
+RIGHTS_BYTES = socket.CMSG_LEN(DESCRIPTORS * array("i").itemsize)
+"""The size of the control message that has these descriptors."""
 HEADER = struct.Struct("!III")
 """The protocol, the size of the body, and the number of descriptors."""
 NAMING_SECONDS = 1.0
@@ -265,11 +268,9 @@ class Channel:
         while message:
             try:
                 with naming_limits():
-                    sent = (
-                        socket.send_fds(self.socket, [message], first, socket.MSG_NOSIGNAL)
-                        if first
-                        else self.socket.send(message, socket.MSG_NOSIGNAL)
-                    )
+                    # `socket.send_fds` ignores flags (CPython 3.12): the death of the other end would raise SIGPIPE.
+                    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", first))] if first else []
+                    sent = self.socket.sendmsg([message], rights, socket.MSG_NOSIGNAL)
                 message, first = message[sent:], []
             except BlockingIOError:
                 self._wait(select.POLLOUT, deadline, "receive a message")
@@ -317,12 +318,17 @@ class Channel:
         parts = bytearray()
         while len(parts) < count:
             try:
-                part, more, flags, _ = socket.recv_fds(self.socket, count - len(parts), DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+                # `socket.recv_fds` ignores flags (CPython 3.12): programs that start meanwhile would inherit the descriptors.
+                part, rights, flags, _ = self.socket.recvmsg(count - len(parts), RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
                 self._wait(select.POLLIN, deadline, doing)
                 continue
             except OSError as why:
                 raise self._died() from why
+            more = array("i")
+            for level, kind, body in rights:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    more.frombytes(body[: len(body) // more.itemsize * more.itemsize])
             descriptors += more
             if flags & socket.MSG_CTRUNC and len(more) < DESCRIPTORS:
                 raise too_many_files(f"the system did not deliver all descriptors from {self.peer}")

@@ -924,6 +924,27 @@ print("done")
         )
         self.assertRegex(told, r"PeerFailed: engine 0 .* failed in the phase `update`: TooManyOpenFiles: .*`ulimit -n 65536`")
 
+    def test_received_descriptors_are_not_inherited_by_programs(self) -> None:
+        first, second = channels(self)
+        deadline = turn_peers.Deadline(1.0)
+        second.send("chunks", deadline, [0, 1])
+        received = first.receive_descriptors(deadline, "chunks", 2)
+        self.assertEqual([os.get_inheritable(one) for one in received], [False, False])
+        turn_peers.close_all(received)
+
+    def test_a_death_while_descriptors_are_sent_raises_no_signal(self) -> None:
+        first, second = channels(self)
+        second.close()
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+            try:
+                first.send("chunks", turn_peers.Deadline(1.0), [0])
+            except PeerDied:
+                os._exit(7)
+            os._exit(8)
+        self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), 7)
+
     def test_the_systems_errors_for_the_limit_of_open_files_have_one_type(self) -> None:
         before = open_files()
         for code in (errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS):
@@ -942,7 +963,8 @@ print("done")
                 self.assertRegex(str(told), "trainer 0 .* TooManyOpenFiles: .*ulimit -n")
                 trainer._descriptors.close()
             first, _ = channels(self)
-            with mock.patch.object(turn_peers.socket, "send_fds", side_effect=broken), self.assertRaises(TooManyOpenFiles):
+            with mock.patch.object(first, "socket") as replaced, self.assertRaises(TooManyOpenFiles):
+                replaced.sendmsg.side_effect = broken
                 first.send("chunks", turn_peers.Deadline(1.0), [0])
             self.doCleanups()
         self.assertEqual(open_files(), before)
