@@ -932,19 +932,6 @@ print("done")
         self.assertEqual([os.get_inheritable(one) for one in received], [False, False])
         turn_peers.close_all(received)
 
-    def test_a_death_while_descriptors_are_sent_raises_no_signal(self) -> None:
-        first, second = channels(self)
-        second.close()
-        child = os.fork()
-        if child == 0:
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-            try:
-                first.send("chunks", turn_peers.Deadline(1.0), [0])
-            except PeerDied:
-                os._exit(7)
-            os._exit(8)
-        self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), 7)
-
     def test_the_systems_errors_for_the_limit_of_open_files_have_one_type(self) -> None:
         before = open_files()
         for code in (errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS):
