@@ -19,7 +19,7 @@ pub struct HostileTrace {
 type Part = fn(&mut Draft);
 
 /// The states that precede the lines, and the configuration of each.
-const STATES: [(&str, &str, Part); 18] = [
+const STATES: [(&str, &str, Part); 20] = [
     ("nothing", "", |_| {}),
     ("live blocks", "", |draft| _ = draft.allocate(512)),
     ("gaps", "", |draft| draft.gap(512)),
@@ -38,6 +38,16 @@ const STATES: [(&str, &str, Part); 18] = [
         draft.gap(16 << 20);
         if draft.is_half_full() {
             draft.allocate(256 << 20);
+        }
+    }),
+    ("gaps of stitched granules", "segments:expandable,stitching:true,range_mb:1048576", |draft| draft.gap(16 << 20)),
+    ("stitched ranges in use", "segments:expandable,stitching_granule_mb:2,stitching_least_mb:4", |draft| {
+        // Three of four granules are free, and a range maps some of them. Half of it is freed again.
+        draft.gap(2 << 20);
+        draft.gap(4 << 20);
+        if draft.ids % 16 == 0 {
+            draft.allocate_and_free(8 << 20);
+            draft.gap(4 << 20);
         }
     }),
     ("streams of a shared heap", "streams:shared", |draft| {
@@ -77,7 +87,7 @@ const STATES: [(&str, &str, Part); 18] = [
 ];
 
 /// The lines that follow a state.
-const LINES: [(&str, Part); 30] = [
+const LINES: [(&str, Part); 34] = [
     ("a small", |draft| _ = draft.allocate(512)),
     ("a granules", |draft| _ = draft.allocate(4 << 20)),
     ("a sizes", |draft| _ = draft.allocate(512 * (1 + draft.ids))),
@@ -86,6 +96,13 @@ const LINES: [(&str, Part); 30] = [
     ("a f small", |draft| draft.allocate_and_free(512)),
     ("a f granules", |draft| draft.allocate_and_free(4 << 20)),
     ("a f large", |draft| draft.allocate_and_free(64 << 20)),
+    ("a f stitched sizes", |draft| draft.allocate_and_free((128 << 20) + (draft.ids * 7919 % 400) * (16 << 20))),
+    ("a stitched sizes f", |draft| {
+        let id = draft.allocate((4 << 20) + (draft.ids % 50) * (2 << 20));
+        if id % 2 == 0 {
+            draft.free(id);
+        }
+    }),
     ("a u f", |draft| {
         let id = draft.allocate(512);
         draft.line(format!("u {id} s1"));
@@ -163,6 +180,22 @@ const LINES: [(&str, Part); 30] = [
         draft.ids += 1;
         draft.line(format!("a {id} 512 s0 -> 0@{} revived 512", 512 * (id / 2)));
         draft.line(format!("f {id}"));
+    }),
+    ("pool a f pending reset", |draft| {
+        draft.pools += 1;
+        let (pool, id) = (draft.pools, draft.ids);
+        draft.ids += 1;
+        draft.line(format!("pool p{pool}"));
+        draft.line(format!("a {id} 512 s0 p{pool}"));
+        draft.line(format!("f {id} pending"));
+        draft.line(format!("reset p{pool}"));
+    }),
+    ("pool a", |draft| {
+        draft.pools += 1;
+        let (pool, id) = (draft.pools, draft.ids);
+        draft.ids += 1;
+        draft.line(format!("pool p{pool}"));
+        draft.line(format!("a {id} {} s0 p{pool}", 2 << 20));
     }),
     ("pool destroy", |draft| {
         draft.pools += 1;

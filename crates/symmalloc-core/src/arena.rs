@@ -590,6 +590,7 @@ impl Arena {
     pub(crate) fn join_elsewhere(&mut self, segment: u32) {
         let first = self.first_block(segment);
         while !self.is_last(first) {
+            work::count(1);
             let next = self.table.block(first).next;
             self.table.tiling().absorb(next, first);
         }

@@ -29,6 +29,9 @@ use crate::types::units::{Units, bytes};
 use crate::types::work;
 use smallvec::SmallVec;
 
+/// Units of work for each piece that moves between two addresses.
+const WORK_PER_MOVE: usize = 8;
+
 /// The position of a granule of memory, ordered by segment slot and offset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Granule {
@@ -94,6 +97,7 @@ pub(crate) struct StitchedRange {
 impl StitchedRange {
     /// Returns the number of mapped granules.
     fn aliases(&self, granule: Units) -> usize {
+        work::count(self.pieces.len());
         self.mapped_pieces().map(|(_, run)| (run.size / granule) as usize).sum()
     }
 
@@ -112,6 +116,8 @@ impl StitchedRange {
             start += self.pieces[at].home.size;
             at += 1;
         }
+        // Inserting a piece moves the pieces after it.
+        work::count(self.pieces.len());
         if start == offset {
             return at;
         }
@@ -130,6 +136,7 @@ impl StitchedRange {
     /// Marks the range as empty, and joins pieces that are adjacent at home.
     fn mark_empty(&mut self, arena: &mut Arena) {
         self.has_memory = false;
+        work::count(self.pieces.len());
         arena.join_elsewhere(self.segment);
         self.pieces.dedup_by(|next, piece| {
             let end = Granule { offset: piece.home.end(), ..piece.home.start };
@@ -205,7 +212,7 @@ pub(crate) struct FreeRuns {
 
 impl FreeRuns {
     fn new(mut runs: Vec<Run>) -> Self {
-        work::count(runs.len());
+        work::count_sort(runs.len());
         runs.sort_unstable();
         FreeRuns { size: runs.iter().map(|run| u64::from(run.size)).sum(), runs }
     }
@@ -217,10 +224,12 @@ impl FreeRuns {
 
     /// Returns `true` if all of this memory is free.
     fn contains(&self, run: Run) -> bool {
+        work::count_search(self.runs.len());
         let first = self.runs.partition_point(|free| free.start <= run.start).checked_sub(1);
         let Some(first) = first else { return false };
         let mut offset = run.start.offset;
         for free in &self.runs[first..] {
+            work::count(1);
             let is_next = free.start.segment == run.start.segment && free.start.offset <= offset && offset < free.end();
             if !is_next {
                 return false;
@@ -241,6 +250,7 @@ pub(crate) struct FreeAtHome(Vec<(Run, Slot)>);
 impl FreeAtHome {
     pub(crate) fn new(arena: &Arena) -> Self {
         let mut blocks: Vec<_> = free_blocks_at_home(arena).collect();
+        work::count_sort(blocks.len());
         blocks.sort_unstable();
         FreeAtHome(blocks)
     }
@@ -248,6 +258,7 @@ impl FreeAtHome {
     /// Splits free memory at the boundaries of blocks. Returns each part with the block that contains it.
     fn by_block(&self, mut run: Run) -> impl Iterator<Item = (Run, Slot)> {
         std::iter::from_fn(move || {
+            work::count_search(self.0.len());
             let after = self.0.partition_point(|(block, _)| block.start <= run.start);
             let (block, slot) = *self.0.get(after.checked_sub(1)?).filter(|_| run.size > 0)?;
             debug_assert!(block.start.segment == run.start.segment && run.start.offset < block.end());
@@ -290,13 +301,13 @@ impl StitchedRanges {
 
     /// Returns the number of granules that are mapped a second time.
     pub(crate) fn aliases(&self, arena: &Arena) -> usize {
-        let granule = arena.rules().granule;
-        self.ranges.iter().inspect(|range| work::count(range.pieces.len())).map(|range| range.aliases(granule)).sum()
+        self.ranges.iter().map(|range| range.aliases(arena.rules().granule)).sum()
     }
 
     /// Returns the segments of unused ranges, oldest first, each with the number of its mapped granules.
     pub(crate) fn unused(&self, arena: &Arena) -> Vec<(u32, usize)> {
-        let unused = self.ranges.iter().filter(|range| !range.has_memory || is_unused(arena, range.segment));
+        let ranges = self.ranges.iter().inspect(|_| work::count(1));
+        let unused = ranges.filter(|range| !range.has_memory || is_unused(arena, range.segment));
         unused.map(|range| (range.segment, range.aliases(arena.rules().granule))).collect()
     }
 
@@ -305,22 +316,28 @@ impl StitchedRanges {
         let mut runs: Vec<Run> = free_blocks_at_home(arena).map(|(run, _)| run).collect();
         // Each free piece of a stitched range, with its free neighbors at home.
         let mut joined = Vec::new();
-        for (at, _, start, end) in self.free_parts(arena) {
-            for (offset, piece) in self.ranges[at].offsets() {
+        for range in self.ranges.iter().inspect(|_| work::count(1)).filter(|range| range.has_memory) {
+            let mut parts = free_parts(arena, range.segment).peekable();
+            for (offset, piece) in range.offsets().inspect(|_| work::count(1)) {
                 let PieceState::Here { covered_by } = piece.state else { continue };
-                let (from, to) = (offset.max(start), (offset + piece.home.size).min(end));
-                if from >= to {
-                    continue;
+                let piece_end = offset + piece.home.size;
+                while let Some(&(_, (start, end))) = parts.peek().filter(|(_, (start, _))| *start < piece_end) {
+                    let (from, to) = (offset.max(start), piece_end.min(end));
+                    let run = piece.home.after(from - offset).front(to - from);
+                    let block = arena.block(covered_by);
+                    let before = if run.start == piece.home.start { arena.free_size(block.prev) } else { 0 };
+                    let after = if run.end() == piece.home.end() { arena.free_size(block.next) } else { 0 };
+                    runs.push(run);
+                    joined.push((run.start.segment, run.start.offset - before, run.end() + after));
+                    // The rest of the part is in the next piece.
+                    if end > piece_end {
+                        break;
+                    }
+                    parts.next();
                 }
-                let run = piece.home.after(from - offset).front(to - from);
-                let block = arena.block(covered_by);
-                let before = if run.start == piece.home.start { arena.free_size(block.prev) } else { 0 };
-                let after = if run.end() == piece.home.end() { arena.free_size(block.next) } else { 0 };
-                runs.push(run);
-                joined.push((run.start.segment, run.start.offset - before, run.end() + after));
             }
         }
-        work::count(joined.len());
+        work::count_sort(joined.len());
         joined.sort_unstable();
         let (mut largest_joined, mut last) = (0, (u32::MAX, 0, 0));
         for (segment, start, end) in joined {
@@ -331,25 +348,20 @@ impl StitchedRanges {
         Home { largest_joined, free: FreeRuns::new(runs) }
     }
 
-    /// Returns the whole granules of each free block of the stitched ranges, oldest range first: the index of the
-    /// range, the block, and the start and end offset of the granules.
-    fn free_parts(&self, arena: &Arena) -> Vec<(usize, Slot, Units, Units)> {
-        let filled = self.ranges.iter().enumerate().filter(|(_, range)| range.has_memory);
-        let parts = filled.flat_map(|(at, range)| {
-            let slots = arena.blocks_of(range.segment).filter(|slot| arena.block(*slot).is_free());
-            slots.map(move |slot| (at, slot, whole_granules_of(arena, slot)))
-        });
-        parts.map(|(at, slot, (start, end))| (at, slot, start, end)).filter(|(.., start, end)| start < end).collect()
-    }
-
     /// Moves the free granules of stitched ranges back home.
     pub(crate) fn gather(&mut self, arena: &mut Arena) {
-        for (at, slot, start, end) in self.free_parts(arena) {
-            self.send_home(arena, at, slot, (start, end));
-        }
-        for range in self.ranges.iter_mut().filter(|range| range.has_memory) {
-            if is_unused(arena, range.segment) {
-                range.mark_empty(arena);
+        for at in 0..self.ranges.len() {
+            work::count(1);
+            if !self.ranges[at].has_memory {
+                continue;
+            }
+            let segment = self.ranges[at].segment;
+            let parts: Vec<_> = free_parts(arena, segment).collect();
+            for (slot, part) in parts {
+                self.send_home(arena, at, slot, part);
+            }
+            if is_unused(arena, segment) {
+                self.ranges[at].mark_empty(arena);
             }
         }
     }
@@ -360,24 +372,29 @@ impl StitchedRanges {
         if !is_unused(arena, segment) {
             return;
         }
-        let at = self.ranges.iter().position(|range| range.segment == segment).expect("the segment is stitched");
-        let free: Vec<Slot> = arena.blocks_of(segment).filter(|slot| arena.block(*slot).is_free()).collect();
-        for slot in free {
-            let (start, end) = whole_granules_of(arena, slot);
-            self.send_home(arena, at, slot, (start, end));
+        let at = self.position(segment).expect("the segment is stitched");
+        let parts: Vec<_> = free_parts(arena, segment).collect();
+        for (slot, part) in parts {
+            self.send_home(arena, at, slot, part);
         }
         self.ranges[at].mark_empty(arena);
+    }
+
+    /// Returns the index of a segment's range; `None` if the segment is not stitched.
+    fn position(&self, segment: u32) -> Option<usize> {
+        self.ranges.iter().inspect(|_| work::count(1)).position(|range| range.segment == segment)
     }
 
     /// Moves whole granules of a free block of a range back home.
     fn send_home(&mut self, arena: &mut Arena, at: usize, slot: Slot, (start, end): (Units, Units)) {
         let range = &mut self.ranges[at];
+        work::count_sort(range.users.len());
         range.users.extend_from_slice(&arena.streams_of(slot));
         range.users.sort_unstable();
         range.users.dedup();
         let first = range.divide(arena, start);
         let after = range.divide(arena, end);
-        work::count(after - first);
+        work::count(WORK_PER_MOVE * (after - first));
         let (free, fences) = (arena.block(slot).state, arena.block(slot).fences);
         for piece in &mut range.pieces[first..after] {
             let PieceState::Here { covered_by } = piece.state else { unreachable!("free memory is here") };
@@ -403,8 +420,8 @@ impl StitchedRanges {
 
     /// Returns the memory of the first `size` units of a range, which are mapped.
     pub(crate) fn home_of_front(&self, segment: u32, size: Units) -> Vec<Run> {
-        let range = self.ranges.iter().find(|range| range.segment == segment);
-        range.expect("the segment is stitched").front(size).collect()
+        let at = self.position(segment).expect("the segment is stitched");
+        self.ranges[at].front(size).inspect(|_| work::count(1)).collect()
     }
 
     /// Turns the first `size` units of a range into one free block. Their memory is free at home. Returns the block.
@@ -416,7 +433,7 @@ impl StitchedRanges {
         size: Units,
         free: BlockState,
     ) -> Slot {
-        let at = self.ranges.iter().position(|range| range.segment == segment).expect("the segment is stitched");
+        let at = self.position(segment).expect("the segment is stitched");
         let range = &mut self.ranges[at];
         let after = range.divide(arena, size);
         let runs: Vec<Run> = range.pieces.drain(..after).map(|piece| piece.home).collect();
@@ -452,8 +469,9 @@ impl StitchedRanges {
 
     /// Removes and returns the range of a segment; `None` if the segment is not stitched.
     pub(crate) fn remove(&mut self, segment: u32) -> Option<StitchedRange> {
-        work::count(self.ranges.len());
-        let at = self.ranges.iter().position(|range| range.segment == segment)?;
+        let at = self.position(segment)?;
+        // The ranges after it move.
+        work::count(self.ranges.len() - at);
         Some(self.ranges.remove(at))
     }
 
@@ -466,6 +484,7 @@ impl StitchedRanges {
         mut unmap: impl FnMut(Range, Units, Units) -> Result<(), E>,
     ) -> Result<(), E> {
         for StitchedRange { segment, pieces, users, .. } in &mut self.ranges {
+            work::count(pieces.len());
             let range = arena.segment(*segment).range;
             let mut offset = 0;
             for piece in pieces {
@@ -487,7 +506,8 @@ impl StitchedRanges {
 /// Marks memory that is free at home as elsewhere. Returns it as pieces of a range, in the order of `runs`.
 fn leave_home(arena: &mut Arena, home: &FreeAtHome, runs: &[Run]) -> Vec<Piece> {
     let parts: Vec<(Run, Slot)> = runs.iter().flat_map(|run| home.by_block(*run)).collect();
-    work::count(parts.len());
+    work::count_sort(parts.len());
+    work::count(WORK_PER_MOVE * parts.len());
     // The rest of a block after a carved part keeps the block's slot, so the parts of a block are carved in ascending
     // order.
     let mut order: Vec<usize> = (0..parts.len()).collect();
@@ -520,7 +540,7 @@ pub(crate) fn first_free(arena: &Arena, size: Units) -> Vec<Run> {
 /// Returns the free blocks at home that contain whole granules, in the order of rule D2: the whole granules of each
 /// block, and its slot.
 fn free_blocks_at_home(arena: &Arena) -> impl Iterator<Item = (Run, Slot)> + '_ {
-    let slots = arena.free_at_least(SizeClass::Large, arena.rules().granule);
+    let slots = arena.free_at_least(SizeClass::Large, arena.rules().granule).inspect(|_| work::count(1));
     let at_home = slots.filter(|slot| !arena.segment(arena.block(*slot).segment).is_stitched);
     let runs = at_home.map(|slot| {
         let (start, end) = whole_granules_of(arena, slot);
@@ -535,6 +555,13 @@ fn free_blocks_at_home(arena: &Arena) -> impl Iterator<Item = (Run, Slot)> + '_ 
 fn whole_granules_of(arena: &Arena, slot: Slot) -> (Units, Units) {
     let (block, granule) = (arena.block(slot), arena.rules().granule);
     (block.offset().next_multiple_of(granule), block.end() / granule * granule)
+}
+
+/// Returns the free blocks of a segment that contain whole granules, in address order: each block, and the start and
+/// end offset of its granules.
+fn free_parts(arena: &Arena, segment: u32) -> impl Iterator<Item = (Slot, (Units, Units))> + '_ {
+    let free = arena.blocks_of(segment).filter(|slot| arena.block(*slot).is_free());
+    free.map(|slot| (slot, whole_granules_of(arena, slot))).filter(|(_, (start, end))| start < end)
 }
 
 /// Returns `true` if no block of a segment is in use.

@@ -259,6 +259,8 @@ fn hostile_traces_end_in_bounded_time() {
         hostile_trace("gaps of many sizes", "sleep keep wake", 200_000),
         hostile_trace("gaps of segments", "observe", 200_000),
         hostile_trace("heaps", "a f large", 200_000),
+        hostile_trace("gaps of stitched granules", "a f stitched sizes", 200_000),
+        hostile_trace("stitched ranges in use", "a stitched sizes f", 200_000),
     ];
     for HostileTrace { name, text } in traces {
         let folder = Folder::new();

@@ -32,7 +32,11 @@ use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::{BackendError, Range};
 use crate::types::ids::StreamId;
 use crate::types::units::{Units, bytes};
+use crate::types::work;
 use smallvec::SmallVec;
+
+/// Units of work for each call that maps a granule.
+const WORK_PER_MAP: usize = 16;
 
 impl<L: Lock> Heap<L> {
     /// Creates a free block of at least `size` from free granules. Returns `None` if the heap should grow instead, as
@@ -199,6 +203,7 @@ impl<L: Lock> Heap<L> {
         runs: &[Run],
     ) -> Result<(), BackendError> {
         let mut blocks: Vec<Slot> = home.blocks_around(runs).collect();
+        work::count_sort(blocks.len());
         blocks.sort_unstable_by_key(|slot| self.arena.block(*slot).location);
         blocks.dedup();
         blocks.into_iter().try_for_each(|slot| self.arena.wait_for_earlier_users(context, slot, stream))
@@ -213,6 +218,7 @@ impl<L: Lock> Heap<L> {
             offsets.map(|offset| (run.start.segment, bytes(offset)))
         });
         for ((segment, source_bytes), at_bytes) in granules.zip((0..).step_by(bytes(granule) as usize)) {
+            work::count(WORK_PER_MAP);
             let home = self.arena.segment(segment).range;
             if let Err(error) = context.backend.alias((range, at_bytes), (home, source_bytes), bytes(granule)) {
                 let mut mapped: SmallVec<_> = (at_bytes > 0).then_some((0, at_bytes)).into_iter().collect();

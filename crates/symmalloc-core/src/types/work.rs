@@ -27,6 +27,22 @@ pub fn count(units: usize) {
     WORK.set(WORK.get().wrapping_add(units as u64));
 }
 
+/// Counts a sort of `entries` entries.
+#[inline]
+pub fn count_sort(entries: usize) {
+    count(entries.saturating_mul(search_steps(entries)));
+}
+
+/// Counts a binary search in `entries` entries.
+#[inline]
+pub fn count_search(entries: usize) {
+    count(search_steps(entries));
+}
+
+fn search_steps(entries: usize) -> usize {
+    entries.checked_ilog2().unwrap_or(0) as usize + 1
+}
+
 /// Returns the work of the current thread so far.
 #[inline]
 pub fn so_far() -> u64 {
