@@ -152,14 +152,15 @@ fn order_after<L: Lock>(context: &DynContext<'_, L>, stream: StreamId, fence: Fe
     if context.clocks.lock().covers(stream, fence.stream, fence.tick) {
         return Ok(());
     }
-    // The clocks of both streams are merged.
-    work::count(WAITS_MAX);
     match fence.event {
         Some(event) => {
+            work::count(WAITS_MAX);
             context.backend.wait(stream, event)?;
             context.clocks.lock().waits_for_tick(stream, fence.stream, fence.tick);
         }
         None => {
+            // Merging the clocks compares each entry of one with all of the other, several at once.
+            work::count(WAITS_MAX * WAITS_MAX / 8);
             let moment = context.clocks.lock().moment(fence.stream);
             let event = context.backend.record(fence.stream)?;
             let waited = context.backend.wait(stream, event);
