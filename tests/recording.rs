@@ -2,12 +2,13 @@
 //! callbacks, observers and threads. A failed sink has no effect on the allocator.
 
 use proptest::prelude::*;
+use std::io;
 use std::sync::{Arc, Mutex};
 use symmalloc_agreement::{Point, RankHistory, agree_in_lockstep};
 use symmalloc_core::config::{Config, PoolConfig, Reclaim, StreamPolicy};
 use symmalloc_core::errors::HandleError;
 use symmalloc_core::lock::{Exclusive, Lock, Shared};
-use symmalloc_core::op::Record;
+use symmalloc_core::op::{Pending, Record};
 use symmalloc_core::recording::{RecordingEnd, RecordingError, Sink, SinkError, StartRecordingError};
 use symmalloc_core::units::MIB;
 use symmalloc_core::{Allocator, Backend, Digest, Handle, Op, PoolId, Retry, SharedAllocator, StreamId, generic};
@@ -16,6 +17,7 @@ use symmalloc_harness::generate::{Scenario, scenario_bytes};
 use symmalloc_harness::jobs;
 use symmalloc_harness::memory::Memory;
 use symmalloc_harness::run::Run;
+use symmalloc_import::export::export;
 use symmalloc_sim::{Call, Fault, FaultRule, SimBackend, SplitMix64};
 use symmalloc_trace::replay::{Program, Replay};
 use symmalloc_trace::{RecordLine, Trace};
@@ -118,6 +120,30 @@ proptest! {
         let scenario = Scenario::from_bytes(&bytes);
         adverse_run::<Exclusive>(&scenario, seed, 0);
         adverse_run::<Shared>(&scenario, seed, 150_000);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 150, failure_persistence: None, ..ProptestConfig::default() })]
+    /// Recordings of PyTorch state how long the memory of a free stays in use. An export keeps it for as long, whatever op follows.
+    #[test]
+    fn recordings_with_pending_frees_can_be_exported(
+        bytes in scenario_bytes(120),
+        seed in any::<u64>(),
+        pending in proptest::collection::vec(0_u64..40, 1..50),
+    ) {
+        let scenario = Scenario::from_bytes(&bytes);
+        let mut records = adverse_run::<Exclusive>(&scenario, seed, 100_000);
+        let frees = records.iter_mut().filter(|record| matches!(record.op, Op::Free { .. }));
+        for (record, entries) in frees.zip(pending.iter().cycle()) {
+            record.pending = match entries {
+                0..10 => None,
+                10..20 => Some(Pending::TO_THE_END),
+                entries => Pending::new(entries - 19),
+            };
+        }
+        let program = Program::new(&records).expect("a recording is a program");
+        export(&program, &scenario.config, io::sink()).expect("a recording can be exported");
     }
 }
 

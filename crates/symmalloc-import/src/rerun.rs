@@ -167,7 +167,7 @@ impl<'p> Rerun<'p> {
     }
 
     /// Keeps memory in use for as long as its free was pending in the recording. PyTorch's allocator behaves like this, because it waits
-    /// for the device. The rerun may then need more memory. Destroying a pool completes the pending frees.
+    /// for the device. The rerun may then need more memory. Destroying or resetting a pool completes the pending frees.
     #[must_use]
     pub fn with_pending_frees(mut self) -> Self {
         self.with_pending_frees = true;
@@ -197,7 +197,7 @@ impl<'p> Rerun<'p> {
         let (mut pending, groups) = (PendingFrees::default(), program.groups());
         for (number, op) in program.ops().iter().take(ops).enumerate() {
             let last = number.saturating_sub(1);
-            while let Some(free) = pending.pop(matches!(op, Op::DestroyPool { .. })) {
+            while let Some(free) = pending.pop(matches!(op, Op::DestroyPool { .. } | Op::ResetPool { .. })) {
                 complete(allocator, &mut replay, last, &program.ops()[free.op], free.live, &mut watch)?;
             }
             if let Op::CreatePool { pool, config } = op
