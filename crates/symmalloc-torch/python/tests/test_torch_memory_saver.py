@@ -46,6 +46,8 @@ for place in Storage:
         ours.destroy_pool(pool)
         assert not ours.saved_copy(pointer, MIB, ctypes.addressof(copy))
 raises(symmalloc.InvalidArgument, "folder", lambda: ours.save_in(Storage.FOLDER))
+for size_bytes in (1 << 63, (1 << 64) - 1):
+    raises(symmalloc.InvalidArgument, "bytes", lambda: ours.saved_copy(pointer, size_bytes, ctypes.addressof(copy)))
 raises(symmalloc.UnknownPool, "99", lambda: ours.save_in(Storage.PINNED, None, 99))
 """)
 

@@ -436,6 +436,11 @@ pub unsafe extern "C" fn symmalloc_saved_copy(
         if to.is_null() {
             return Err(Error::Null { argument: "to" });
         }
+        // No memory is larger than `isize::MAX`, so `to` cannot be valid for more.
+        if isize::try_from(bytes).is_err() {
+            let expected = "at most the size of the memory at `to`";
+            return Err(Error::Argument { argument: "bytes", value: bytes as i64, expected });
+        }
         // SAFETY: the caller's contract.
         let (allocator, to) = unsafe { (living(allocator)?, std::slice::from_raw_parts_mut(to.cast::<u8>(), bytes)) };
         let is_found = allocator.allocator().copy_saved(pointer as u64, to).map_err(Error::Saved)?;
