@@ -1,5 +1,7 @@
 //! The debugging options: what each of them finds, and that none of them changes more than it says.
 
+#[path = "debugging/poison.rs"]
+mod poison;
 #[path = "debugging/robustness.rs"]
 mod robustness;
 
@@ -53,6 +55,7 @@ fn new_and_freed_memory_holds_patterns_that_are_nan() {
     let block = named(&allocator, stream, 3 * MIB, "block");
     assert_eq!(device.read(block.address, block.size_bytes), Some(NEW));
     allocator.free(block.handle).expect("live");
+    let _next = named(&allocator, stream, 32 * MIB, "next");
     assert_eq!(device.read(block.address, block.size_bytes), Some(FREED));
     for pattern in [NEW as u32, FREED as u32] {
         assert!(f32::from_bits(pattern).is_nan());
@@ -75,8 +78,10 @@ fn freed_memory_is_poisoned_after_all_streams_that_used_it() {
     device.recycle(event);
     device.submit(other, block.address, MIB).expect("ordered");
     allocator.record_use(block.handle, other).expect("live");
-    // The simulator panics at an unordered fill.
     allocator.free(block.handle).expect("live");
+    // The simulator panics at an unordered fill.
+    let _next = named(&allocator, stream, 32 * MIB, "next");
+    assert_eq!(device.read(block.address, MIB), Some(FREED));
 }
 
 #[test]
@@ -157,6 +162,7 @@ fn a_write_after_free_is_found_in_the_quarantine_and_when_the_block_leaves_it() 
         let (allocator, [stream, _]) = allocator(&device, "debug:[poison,quarantine_mb:16]");
         let scores = named(&allocator, stream, 8 * MIB, "scores");
         allocator.free(scores.handle).expect("live");
+        let _next = named(&allocator, stream, MIB, "next");
         overwrite(&device, &scores, offset);
         if leaves {
             for _ in 0..2 {

@@ -26,6 +26,13 @@ static float *block(size_t count) {
     return made;
 }
 
+// Freed memory is poisoned at its stream's next allocation. This one does not fit into what was freed.
+static void allocate_next() {
+    void *next = nullptr;
+    if (is_async) cudaMallocAsync(&next, 64 << 20, 0);
+    else cudaMalloc(&next, 64 << 20);
+}
+
 static int report(const char *what, cudaError_t code) {
     if (code != cudaSuccess) printf("%s %s\n", what, cudaGetErrorName(code));
     return code != cudaSuccess;
@@ -47,6 +54,7 @@ int main(int argc, char **argv) {
     else if (!strcmp(error, "underrun")) poke<<<1, 1>>>(second - 1, 1);
     else if (is_after_free) {
         release(second);
+        allocate_next();
         reads = error[0] == 'r';
         // A comparison covers the start of a block.
         if (!reads) poke<<<1, 1>>>(second, 1), poke<<<1, 1>>>(second + count / 2, 1);
@@ -59,6 +67,7 @@ int main(int argc, char **argv) {
         delay<<<1, 1, 0, other>>>(300000000);
         peek<<<1, 1, 0, other>>>(second, word);
         release(second);
+        allocate_next();
         second = nullptr;
         reads = true;
     } else if (!strcmp(error, "double_free")) {

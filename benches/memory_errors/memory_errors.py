@@ -68,6 +68,8 @@ def plant():
     if error in ("read_after_free", "write_after_free"):
         freed = view(address, large)
         del second
+        # Freed memory is poisoned at its stream's next allocation.
+        torch.empty(2 * large, device="cuda")
         if error == "read_after_free":
             return peek(freed, out)
         poke(freed)
@@ -81,6 +83,7 @@ def plant():
             torch.cuda._sleep(300_000_000)
             torch.add(second[:1], 0.0, out=out)
         del second
+        torch.empty(2 * large, device="cuda")
         other.synchronize()
         value = out.item()
         return f"NaN {value}" if value != value else f"silent, the value is {value}"

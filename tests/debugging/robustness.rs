@@ -97,7 +97,9 @@ fn reported_damage_does_not_depend_on_when_comparisons_complete() {
             overwrite(&device, &blocks[(round % 3) as usize], 4000);
             overwrite(&device, &other, 4004);
             blocks.iter().for_each(|block| allocator.free(block.handle).expect("live"));
+            let next = named(&allocator, stream, 4000, "next");
             overwrite(&device, &blocks[0], 16);
+            allocator.free(next.handle).expect("live");
             allocator.free(other.handle).expect("live");
             if round % 9 == 8 {
                 reports.push(allocator.check_memory().map_err(|damage| {
@@ -149,6 +151,8 @@ fn nothing_is_submitted_to_a_captured_stream() {
     device.write(used.address, MIB, 3);
     device.set_captured(other, true);
     allocator.free(used.handle).expect("live");
+    device.set_captured(other, false);
+    let _next = named(&allocator, stream, MIB, "next");
     assert_eq!(device.read(used.address, MIB), Some(3), "a captured use cannot be waited for");
     allocator.check_memory().map(drop).expect("no damage");
 }

@@ -103,6 +103,12 @@ impl Job {
         Ok(made)
     }
 
+    /// Allocates memory that does not fit into what was freed, because freed memory is poisoned at its stream's next allocation.
+    fn allocate_next(&self) -> Outcome<()> {
+        self.allocator.allocate_named(&self.stream, 8 * LARGE_BYTES, "next")?;
+        Ok(())
+    }
+
     /// Writes words, one per thread.
     fn write(&self, stream: &Arc<CudaStream>, address: u64, value: u32, words: u32) -> Outcome<()> {
         let launch = LaunchConfig { grid_dim: (1, 1, 1), block_dim: (words, 1, 1), shared_mem_bytes: 0 };
@@ -158,6 +164,7 @@ impl Job {
                 let _after = self.block(BYTES, "after")?;
                 stream.synchronize()?;
                 self.allocator.free(block.handle)?;
+                self.allocate_next()?;
                 let address = block.address.0 + LARGE_BYTES / 2;
                 if error == "read_after_free" {
                     self.submit_read(&stream, address)?;
@@ -195,6 +202,7 @@ impl Job {
                 self.submit_read(&other, block.address.0)?;
                 // The use by the other stream is not recorded, so nothing waits for it.
                 self.allocator.free(block.handle)?;
+                self.allocate_next()?;
                 self.read(&other)
             }
             "double_free" => {

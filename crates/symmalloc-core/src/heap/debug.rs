@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!  free   fence other streams' uses (may fail; nothing has changed then)
-//!         ─► tell the tool, compare guards, fill (never fails)
+//!         ─► tell the tool, compare guards (never fails)
 //!         ─► [no quarantine] free, as in a heap without a debugger
 //!            [quarantine]    recorded as freed, held back ─► the oldest blocks beyond the limit become free
 //! ```
@@ -17,7 +17,7 @@
 use super::debugger::{DebugTotals, FreedBlock, HeapDebugger, Moment};
 use super::{Freed, Heap, Live, RequestMode, Shortage};
 use crate::arena::fencing::{Context, DynContext};
-use crate::blocks::table::{Location, Slot};
+use crate::blocks::table::{Block, BlockState, Location, Slot};
 use crate::config::DebugOptions;
 use crate::config::damage::{DebugRecord, MemoryDamage};
 use crate::config::errors::FreeError;
@@ -58,6 +58,7 @@ impl<L: Lock> Heap<L> {
         requested: u64,
         name: Option<&Arc<str>>,
     ) -> Result<Debugged, Box<Shortage>> {
+        self.fill_freed(context, stream);
         let requested_bytes = self.config.debug().grown_bytes(requested).min(SEGMENT_BYTES_MAX);
         let mut allocation = self.allocate(context, stream, requested_bytes, name)?;
         let size = (allocation.size_bytes / bytes(1)) as Units;
@@ -79,6 +80,25 @@ impl<L: Lock> Heap<L> {
             report_block(context, stream, &allocation, name.map(|name| &**name));
         }
         Ok(Debugged { allocation, size, requested_bytes })
+    }
+
+    /// Fills the memory of the blocks that a stream has freed since its last allocation.
+    fn fill_freed(&mut self, context: &DynContext<'_, L>, stream: StreamId) {
+        let moment = moment(context, &self.ledger, &self.mode);
+        let (arena, Some(debugger)) = (&mut self.arena, &mut self.debugger) else { return };
+        debugger.fill_freed(moment, stream, |at, size| {
+            let block = arena.block_at(at.sequence(), at.offset()).map(|slot| arena.block(slot));
+            // The memory of a plan is not in the free index, but no place of it overlaps the block.
+            let is_unused = |block: &Block| block.is_free() || block.state == BlockState::Planned;
+            block.is_some_and(|block| is_unused(block) && at.offset() + size <= block.end())
+        });
+    }
+
+    /// Forgets the freed blocks that the debugger has not filled yet, because free memory moves to other addresses.
+    pub(super) fn forget_unfilled(&mut self) {
+        if let Some(debugger) = &mut self.debugger {
+            debugger.forget_unfilled();
+        }
     }
 
     /// Frees like [`free`](Self::free). Also returns the bytes that the program could use.

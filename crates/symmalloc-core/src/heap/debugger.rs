@@ -8,8 +8,8 @@
 //!  └──────────────────────┴──────────────────────────────┴─────────────
 //!                          └─ also guards the start of the next block
 //!
-//!  allocate ─► fill NEW, fill GUARD
-//!  free     ─► compare the guards after and before the block ─► fill FREED ─► [quarantine ─► compare FREED] ─► reuse
+//!  allocate ─► fill what the stream freed with FREED ─► fill NEW, fill GUARD
+//!  free     ─► compare the guards after and before the block ─► [quarantine ─► compare FREED] ─► reuse
 //! ```
 //! Every block has a guard behind it, so the guard of the block in front detects an underrun. A guard in front of each
 //! block would move its address. An underrun into memory that no block of the pool owns is found only with a sanitizer.
@@ -21,6 +21,12 @@
 //! **Order.** Work is submitted to the block's stream. Before freed memory is filled, the stream waits for the other streams
 //! that used the block. The host waits for no comparison here. Results are read in the order in which the comparisons
 //! were submitted, so the damage that a heap reports, and its order, do not depend on when the device completes them.
+//!
+//! **Freed memory is filled at its stream's next allocation**, not at its free. Until then, no one else gets the memory in an
+//! allocator that reuses memory per stream, and correct programs rely on it. PyTorch's FSDP, for example, updates parameters on
+//! the main stream with gradients of a side stream, frees them without `record_stream`, and makes the side stream wait before
+//! it allocates again. A fill at the free would run before the update and change its result. Memory that is no longer free
+//! at its place by then is not filled.
 //!
 //! **Captures.** While a stream is captured, nothing is filled or compared on it, because a graph would repeat that work at
 //! every launch, when the memory may belong to another block. A block that was allocated on a captured stream is never
@@ -36,7 +42,7 @@ use crate::config::damage::{DebugRecord, MemoryDamage};
 use crate::streams::fences::Fence;
 use crate::types::backend::{Backend, BackendError, Bytes, COMPARED_BYTES_MAX, Compared, Comparison};
 use crate::types::ids::StreamId;
-use crate::types::units::{UNIT_BYTES, units};
+use crate::types::units::{UNIT_BYTES, Units, units};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -105,6 +111,13 @@ impl DebuggedBlock {
     }
 }
 
+/// A freed block whose memory is not filled yet.
+#[derive(Debug)]
+struct Unfilled {
+    usable: Bytes,
+    size: Units,
+}
+
 /// A comparison in progress.
 #[derive(Debug)]
 struct Check {
@@ -169,6 +182,8 @@ pub(crate) struct HeapDebugger {
     /// The quarantined blocks, oldest first.
     quarantine: VecDeque<Location>,
     quarantined_bytes: u64,
+    /// Freed blocks that are filled at the next allocation of their stream. They do not overlap.
+    unfilled: BTreeMap<StreamId, BTreeMap<Location, Unfilled>>,
     /// Comparisons in progress, oldest first.
     checks: VecDeque<Check>,
     /// Damage that no call has returned yet, oldest first.
@@ -187,6 +202,7 @@ impl HeapDebugger {
             blocks: BTreeMap::new(),
             quarantine: VecDeque::new(),
             quarantined_bytes: 0,
+            unfilled: BTreeMap::new(),
             checks: VecDeque::new(),
             found: VecDeque::new(),
             reported: BTreeSet::new(),
@@ -204,6 +220,7 @@ impl HeapDebugger {
     ) -> u64 {
         let usable_bytes = if self.options.canary { record.requested_bytes } else { size_bytes };
         let stream = record.stream;
+        self.forget_unfilled_in(at, units(size_bytes));
         let mut block = DebuggedBlock {
             slot,
             record: Arc::new(record),
@@ -228,8 +245,48 @@ impl HeapDebugger {
         Some(self.blocks.get(&at)?.usable_bytes)
     }
 
-    /// Notes that the program frees a block, which other streams used. Checks its guards and poisons it. If
-    /// `is_delayed`, adds it to the quarantine. Nothing here fails.
+    /// Fills the memory of the blocks that a stream freed. `is_unused` states whether the memory of a freed block is
+    /// still free at its place.
+    pub(super) fn fill_freed(
+        &mut self,
+        moment: Moment<'_>,
+        stream: StreamId,
+        mut is_unused: impl FnMut(Location, Units) -> bool,
+    ) {
+        if self.unfilled.is_empty() || !moment.may_submit(stream) {
+            return;
+        }
+        for (at, Unfilled { usable, size }) in self.unfilled.remove(&stream).into_iter().flatten() {
+            // Of the blocks that the debugger knows, only one in the quarantine has been freed.
+            let mut quarantined = self.blocks.get_mut(&at);
+            if (quarantined.is_some() || is_unused(at, size))
+                && moment.fill(stream, usable, FREED)
+                && let Some(block) = &mut quarantined
+            {
+                block.is_poisoned = true;
+            }
+        }
+    }
+
+    /// Forgets the freed blocks that are not filled yet, because free memory moves to other addresses.
+    pub(super) fn forget_unfilled(&mut self) {
+        self.unfilled.clear();
+    }
+
+    /// Forgets the freed blocks that overlap a new one.
+    fn forget_unfilled_in(&mut self, at: Location, size: Units) {
+        let end = at.plus(size);
+        for freed in self.unfilled.values_mut() {
+            while let Some((&start, _)) =
+                freed.range(..end).next_back().filter(|(start, freed)| at < start.plus(freed.size))
+            {
+                freed.remove(&start);
+            }
+        }
+    }
+
+    /// Notes that the program frees a block, which other streams used. Checks its guards. If `is_delayed`, adds it to
+    /// the quarantine. Nothing here fails.
     pub(super) fn free(&mut self, moment: Moment<'_>, at: Location, uses: &[Fence], is_delayed: bool) {
         let stream = match self.blocks.get(&at) {
             Some(block) => block.record.stream,
@@ -242,8 +299,10 @@ impl HeapDebugger {
             self.check_guard_before(moment, at);
         }
         let mut block = self.blocks.remove(&at).expect("it was found above");
-        let may_fill = self.options.poison && block.is_checked && is_after_uses;
-        block.is_poisoned = may_fill && moment.fill(stream, block.usable(), FREED);
+        if self.options.poison && block.is_checked && is_after_uses {
+            let unfilled = Unfilled { usable: block.usable(), size: units(block.size_bytes) };
+            self.unfilled.entry(stream).or_default().insert(at, unfilled);
+        }
         block.record = Arc::new(DebugRecord { freed_at_op: Some(moment.op), ..DebugRecord::clone(&block.record) });
         if self.freed.len() == FREED_MAX {
             self.freed.pop_front();

@@ -52,6 +52,7 @@ impl<L: Lock> Heap<L> {
         if self.stitched.is_empty() && bytes(size) < stitching.least_bytes {
             return Ok(None);
         }
+        self.forget_unfilled();
         let granule = self.arena.rules().granule;
         let Home { largest_joined, free } = self.stitched.look_home(&self.arena);
         if largest_joined >= size {

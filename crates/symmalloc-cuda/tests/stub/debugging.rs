@@ -39,6 +39,7 @@ stub_test!(new_and_freed_memory_is_poisoned, {
     assert!(is_all(0x7FFF_7FFF));
     write(&stream, &made, 0, 1 << 20);
     allocator.free(made.handle).expect("live");
+    let _next = allocator.allocate(&stream, 32 << 20).expect("memory");
     assert!(is_all(0xFFFF_7FFF));
 });
 
@@ -64,6 +65,8 @@ stub_test!(a_write_after_free_is_found_at_both_ends_of_a_large_block, {
     for offset in [0, 1, (8 << 20) - 1] {
         let made = allocator.allocate(&stream, 8 << 20).expect("memory");
         allocator.free(made.handle).expect("live");
+        let next = allocator.allocate(&stream, 512).expect("memory");
+        allocator.free(next.handle).expect("live");
         write(&stream, &made, offset, 1);
         for _ in 0..3 {
             let other = allocator.allocate(&stream, 8 << 20).expect("memory");
@@ -220,6 +223,7 @@ stub_test!(memory_of_the_host_as_a_stream_is_filled_and_guarded, {
     write(&stream, &made, 4000, 1);
     stream.synchronize().expect("it works");
     allocator.free(made.handle).expect("live");
+    let _next = allocator.core().allocate(PoolId::DEFAULT, host, 32 << 20).expect("memory");
     assert!(holds(0xFFFF_7FFF));
     let damage = allocator.core().check_memory().expect_err("damaged");
     assert!(matches!(*damage, MemoryDamage::Guard { offset_bytes: 0, .. }), "{damage}");
