@@ -130,6 +130,19 @@ impl Communicator {
     /// cannot access each other's memory, NCCL rejects the window (2.29 and later), and this function makes a plain registration instead.
     /// Earlier versions of NCCL return a plain registration that looks like a window.
     ///
+    /// # Memory of a registrar's pool
+    /// A [`Registrar`](crate::Registrar) registers the segments of its pools by itself, and does not know this window. In such a pool:
+    ///
+    /// - [`window_of`](crate::Registrar::window_of) does not return this window, and the next sync registers another one over the segment.
+    /// - The registrar does not count this window when it computes offsets in the symmetric address space. If a window of a sync does not
+    ///   fit next to it, NCCL fails in the sync, which ends the communicator.
+    /// - Before a segment is removed and before the pool sleeps, the registrar deregisters only its own windows. NCCL then keeps the memory
+    ///   of this window: the device does not get it back, and after a wake, collectives through this window use the old memory. Deregister
+    ///   this window first, on all ranks.
+    /// - The communicator cannot be [suspended](Self::suspend) while this window is registered.
+    ///
+    /// Use this function for memory of other allocators, on a separate communicator. When the communicator ends, its windows end with it.
+    ///
     /// # Errors
     /// Returns an error without any effect if the communicator has ended, the library does not support windows, the base is not a multiple
     /// of [`WINDOW_ALIGNMENT`], or a capture is in progress (before 2.30.7). If ranks do not arrive within the deadline or NCCL fails, the
