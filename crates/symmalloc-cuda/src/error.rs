@@ -72,7 +72,7 @@ pub(crate) const CAPTURE_ISOLATION: i32 = 905;
 pub(crate) const CAPTURE_IMPLICIT: i32 = 906;
 
 impl DriverError {
-    /// Returns what the code means for an allocator: no memory, a lost device, or any other refusal.
+    /// Classifies the code for the allocator: out of memory, a lost device, or any other failure.
     pub fn reason(&self) -> Reason {
         match self.code {
             OUT_OF_MEMORY => Reason::OutOfMemory,
@@ -217,7 +217,7 @@ pub enum CudaError {
         /// The device's mapping granularity in bytes.
         granularity_bytes: u64,
     },
-    /// The size of the address range for descending addresses is not a positive multiple of the device's granularity.
+    /// The size of the reservation from which descending addresses are handed out is not a positive multiple of the device's granularity.
     #[error(
         "cannot reserve {size_bytes} bytes for descending addresses: use a positive multiple of {granularity_bytes}"
     )]
@@ -299,8 +299,8 @@ pub enum DropError {
     /// A buffer could not be freed; its memory stays allocated.
     #[error("a buffer could not be freed: {0}")]
     Free(#[from] FreeError),
-    /// A use on another stream could not be recorded or ordered. If a pointer was being taken, the host waited for the work instead, if
-    /// possible. If a buffer was being dropped, its memory stays allocated.
+    /// A use on another stream could not be recorded or ordered. If this happened while a pointer was taken, the host waited for the work
+    /// instead, where possible. If it happened while a buffer was dropped, the buffer's memory stays allocated.
     #[error("a use on another stream could not be ordered: {0}")]
     Order(#[from] BackendError),
 }

@@ -1,5 +1,5 @@
-//! The memory that a recorded allocator had obtained from the device at one moment: how much of it was in use, and how
-//! the rest was free.
+//! The memory that a recorded allocator had obtained from the device at one moment: the part in use, and the free part,
+//! in whole segments and in blocks.
 
 use symmalloc_core::ids::{PoolId, StreamId};
 

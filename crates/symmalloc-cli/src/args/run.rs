@@ -19,8 +19,8 @@ docs/run.md lists the calls that symmalloc serves and those that stay with the d
 cudaMalloc, such as PyTorch's, gains nothing.
 
 Exit codes: the program's; 128 plus the signal number if a signal ended it; 3 if --check found that ranks differ; 127 if the program
-does not exist, 126 if it cannot be started; 2 invalid input, or the
-program succeeded but its recording or its statistics could not be written.";
+does not exist, 126 if it cannot be started; 2 if the input is invalid, or if the program succeeded but its recording or its statistics
+could not be written.";
 
 /// Run an unmodified CUDA program with memory from symmalloc, or record its allocations
 ///

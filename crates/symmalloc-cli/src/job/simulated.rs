@@ -23,13 +23,14 @@ pub(crate) const SIMULATED_RANKS: u32 = 64;
 /// Minimum number of ranks by default, for a job that takes much work.
 const SIMULATED_RANKS_MIN: u32 = 2;
 
-/// Maximum units of work over all ranks of a default simulation: about 20 seconds, or 1 GiB. A job with more work runs on fewer ranks.
+/// Maximum units of work over all ranks of a default simulation, which takes about 20 seconds or 1 GiB of memory. A job with more work runs
+/// on fewer ranks.
 const SIMULATED_WORK: u64 = 1_000_000_000;
 /// Units of work that represent the time of an op, the memory of a heap, and the time to check a block.
 const OP_WORK: u64 = 100;
 const HEAP_WORK: u64 = 100_000;
 const BLOCK_WORK: u64 = 8;
-/// One rank in this many, in addition to the reference, checks its blocks at a comparison.
+/// At a comparison, the reference and one in this many other ranks check their blocks.
 const CHECKED_ONE_IN: u64 = 16;
 
 /// The work of a simulation.

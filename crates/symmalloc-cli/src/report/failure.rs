@@ -4,8 +4,9 @@
 //! recorded: the last request that the recorded allocator refused ──┐
 //! else: the first request that the report's settings refuse ───────┴─► state then ─► cause ─► each setting, up to this request
 //! ```
-//! In each attempt, the request is an allocation at its op. Attempts vary the settings of the request's pool. An attempt has the limits of
-//! the job, and a limit at the memory that was available to the recorded allocator: what it held, and what was free on the device.
+//! Each attempt replays the job up to the request, with other settings of the request's pool. The request is replayed as an allocation. The
+//! limits are those of the job, and the memory that was available to the recorded allocator: the memory that it held, and the memory that
+//! was free on the device.
 
 mod bound;
 mod growth;
@@ -160,7 +161,7 @@ impl Failure {
         let ops = recorded.program().ops();
         let (op, noted, cause) = match recording.failure {
             Some(failure) => (failure.record, Some(failure), refusal_of(recorded, failure.record)),
-            // The count leaves out reservations.
+            // `own_refused` does not count reservations.
             None if own_refused == 0 && !ops.iter().any(|op| matches!(op, Op::Reserve { .. })) => return Ok(None),
             None => {
                 let refusal = recorded.job.first_refusal(&recorded.config);
@@ -233,7 +234,7 @@ impl Failure {
         self.bounds.iter().find(|bound| bound.scope == Scope::Device).map(|bound| bound.capacity_bytes)
     }
 
-    /// Returns the request's pool if the limit that decides is a limit of the pool. Only the pool's memory matters then.
+    /// Returns the request's pool if a limit of this pool prevents the request. In this case, only the pool's memory matters.
     fn of_pool_alone(&self) -> Option<PoolId> {
         let is_own = |bound: &Bound| matches!(bound.scope, Scope::Pool | Scope::Segment);
         self.bound.filter(is_own).map(|_| self.pool)
@@ -263,7 +264,7 @@ impl Failure {
         !self.served().is_empty()
     }
 
-    /// Returns `true` if the job's own settings serve the request in a changed program. `change` changes the records up to the request.
+    /// Returns `true` if the job's own settings serve the request after `change` has changed the records up to it.
     pub(super) fn serves(
         &self,
         recorded: &Recorded,
@@ -435,7 +436,8 @@ impl Failure {
         }
     }
 
-    /// Describes the heaps with free memory that counts toward a limit but that the request cannot use, if they have most of it.
+    /// Describes the heaps whose free memory counts toward a limit, but cannot serve the request. Returns `None` unless these heaps have
+    /// most of the free memory.
     fn elsewhere(&self, bound: &Bound) -> Option<String> {
         let is_other_stream = |place: &Place| place.pool == Some(self.pool) && !self.is_own(place);
         let is_other_pool = |place: &Place| place.pool != Some(self.pool) && !matches!(bound.scope, Scope::Pool);
@@ -530,7 +532,7 @@ impl Failure {
         self.size_bytes > SEGMENT_BYTES_MAX
     }
 
-    /// States how much the limit of all pools leaves, if a pool's limit decides.
+    /// States how much memory the limit over all pools leaves, unless that limit prevents the request, too.
     fn left_in_total(&self) -> String {
         let total = self.bounds.iter().find(|bound| bound.scope == Scope::Total);
         let Some(total) = total.filter(|total| total.missing_bytes(self.size_bytes) == 0) else { return String::new() };
@@ -625,8 +627,7 @@ fn changed_reclaim(own: &Config, other: &Config) -> Option<&'static str> {
 }
 
 /// Returns the limit that prevents a request: the one that lacks the most bytes, or else the one that the allocator named, or else the
-/// tightest. Returns `None` if no limit lacks bytes and the driver refused the request, because a driver refuses for reasons that no
-/// setting states.
+/// tightest. Returns `None` if no limit lacks bytes and the driver refused the request, because no setting states why a driver refuses.
 fn deciding(bounds: &[Bound], size_bytes: u64, cause: Option<&OutOfMemoryCause>, by_driver: bool) -> Option<Bound> {
     let lacking = bounds.iter().filter(|bound| bound.missing_bytes(size_bytes) > 0);
     if let Some(bound) = lacking.rev().max_by_key(|bound| bound.missing_bytes(size_bytes)) {
@@ -661,7 +662,7 @@ fn refusal_of(recorded: &Recorded, op: usize) -> Option<OutOfMemoryCause> {
     attempt.refused.into_iter().find(|(refused, _)| *refused == op)?.1
 }
 
-/// Returns the recording's records, with an allocation in place of the op if the op is a refused request.
+/// Returns the recording's records. If the op is a refused request, an allocation replaces it.
 fn with_request(recording: &Recording, op: usize) -> Vec<Record> {
     let mut records = recording.records.clone();
     if let Op::Refuse { pool, stream, size_bytes, .. } = records[op].op {

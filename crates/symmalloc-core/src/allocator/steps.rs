@@ -16,9 +16,9 @@ use std::fmt;
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Begins a step of a pool: a part of the program that repeats, for example a training step. From then on, each
-    /// heap of the pool compares its requests with its plan for this key. A heap that learns logs its requests instead
-    /// if it has no plan for this key, or if the last two steps with this key differed from the plan. Call this at the
-    /// same point of the program on every rank, while no other thread uses the pool.
+    /// heap of the pool compares its requests with its plan for this key. In a pool with `plan:learn`, a heap without a
+    /// plan for this key logs its requests instead, and so does a heap whose last two steps with this key differed from
+    /// the plan. Call this at the same point of the program on every rank, while no other thread uses the pool.
     ///
     /// Steps that make the same requests have the same `key`. The key can be the shape of a batch or a bucket of
     /// sequence lengths; use 0 if all steps are alike.
@@ -89,7 +89,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// The plan is part of the heap's digest: agreement detects ranks that adopt different plans.
     ///
     /// # Errors
-    /// See [`PlanError`]. A plan that does not fit this pool changes nothing. If there is no memory for the plan, the
+    /// See [`PlanError`]. If the plan does not fit this pool, nothing changes. If there is no memory for the plan, the
     /// heap drops all of its plans and continues without them.
     pub fn adopt_plan(&self, pool: PoolId, plan: Plan) -> Result<(), PlanError> {
         let mut gate = self.gate();
@@ -119,8 +119,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(())
     }
 
-    /// Drops all plans of a pool and the steps from which it learns. Live allocations in the memory of the plans stay
-    /// where they are, and the rest of this memory becomes free.
+    /// Drops all plans of a pool, and the logged steps from which it would learn new ones. Live allocations in the
+    /// memory of the plans stay where they are, and the rest of this memory becomes free.
     ///
     /// # Errors
     /// Returns an error if the pool is unknown, or a step of it is open.

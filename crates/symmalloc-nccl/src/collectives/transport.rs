@@ -44,7 +44,7 @@ const SEAL_BYTES: usize = size_of::<u64>();
 /// [`TransportError::Overdue`] if the missing rank is unknown.
 pub struct NcclTransport {
     comm: Communicator,
-    /// `None` after an error, because the device may still write to them.
+    /// `None` after an error, because the device may still write to this memory.
     staging: Mutex<Option<Staging>>,
     /// The resources after an error, until the transport is dropped.
     abandoned: Mutex<Option<Staging>>,

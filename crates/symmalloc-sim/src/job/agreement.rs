@@ -31,8 +31,8 @@ pub(crate) struct Disputed {
     pub(crate) report: Box<str>,
 }
 
-/// Runs agreements among the live ranks until the ranks agree, excluding the reported ranks after each one. Returns the
-/// seats of the reported ranks.
+/// Repeats the agreement among the live ranks, each time without the ranks that were reported, until the remaining ranks
+/// agree. Returns the seats of the reported ranks.
 pub(crate) fn agree<L: Lock>(
     job: &RankJob,
     ranks: &[Seated<'_, L>],

@@ -16,9 +16,9 @@ pub enum Decision {
     Placed(Placement),
     /// A step of a pool ended.
     Ended {
-        /// Number of allocations that were placed where the plan put them.
+        /// Number of allocations that were placed as planned.
         planned: u32,
-        /// Index of the first allocation that was not placed by the plan; `None` if there is none.
+        /// Index of the first allocation that was not placed as planned; `None` if there is none.
         differs_at: Option<u32>,
     },
     /// The op was refused.
