@@ -6,6 +6,7 @@
     colocate.py --engine vllm --memory cumem --turns 20        vLLM's sleep mode; the trainer moves its state to the host
     colocate.py --deny-ptrace                                  without the right to call ptrace and pidfd_getfd, as in a container
     colocate.py --kill all                                     kills a rank in each phase of a turn
+    colocate.py --ranks 1 --kill all --together 6              on one GPU, six jobs at a time
     colocate.py --device cpu                                   tests the flow without a GPU
 
     trainer  | train 3 steps | releases | gives its weights ─► loaded | asleep: nothing on the device     | wakes, next turn
@@ -43,6 +44,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +68,10 @@ END_SECONDS = 5.0
 """The time that a process has to end by itself after another one has died."""
 KILL_SECONDS = 60.0
 """The longest time from a kill to the end of all processes."""
+RETURN_SECONDS = 5.0
+"""The longest time from the end of all processes to the return of their memory."""
+PRINTED_CHARACTERS = 8000
+"""The end of a process's output that is printed if its run fails. An exception of vLLM takes several thousand."""
 KILL_TURN = 2
 STABLE_MIB = 16
 STABLE_FROM = 3
@@ -100,6 +106,7 @@ class Config:
 
 SIZES = {
     "tiny": Config(2, 64, 128, 4, 4, 256, 64),
+    "medium": Config(4, 1024, 2816, 8, 4, 8192),
     "small": Config(16, 2048, 5632, 16, 4, 32000),
     "large": Config(32, 4096, 11008, 32, 8, 32000),
 }
@@ -862,10 +869,18 @@ class Meter:
         return self.peak
 
 
+_given_ports: set[int] = set()
+
+
 def free_port() -> int:
-    with socket.socket() as of:
-        of.bind(("127.0.0.1", 0))
-        return int(of.getsockname()[1])
+    """Returns a port that no call has returned before: jobs may start at the same time."""
+    while True:
+        with socket.socket() as of:
+            of.bind(("127.0.0.1", 0))
+            port = int(of.getsockname()[1])
+            if port not in _given_ports:
+                _given_ports.add(port)
+                return port
 
 
 def environment(options: argparse.Namespace, role: str, rank: int) -> dict[str, str]:
@@ -972,7 +987,7 @@ def is_complete(run: Run, options: argparse.Namespace, bars: Bars, name: str) ->
     bars.check(f"{name}: all processes ended in order", is_well, "" if is_well else f"{run.status}")
     if not is_well or options.verbose:
         for process, text in run.output.items():
-            print(f"--- {process}, status {run.status[process]}\n{text[-3000:]}", flush=True)
+            print(f"--- {process}, status {run.status[process]}\n{text[-PRINTED_CHARACTERS:]}", flush=True)
     return is_well
 
 
@@ -1031,7 +1046,8 @@ def compare(options: argparse.Namespace) -> int:
     asleep = max((values[-1] for values in points["both_asleep"]), default=0)
     rows = [("memory", memory), ("engine", options.engine), ("ranks", options.ranks), ("turns", options.turns), ("weights MiB", size_bytes // MIB),
             ("peak MiB", run.peak_mib), ("reference's peak MiB", reference.peak_mib if reference else ""), ("held while both sleep MiB", asleep),
-            ("turn s", round(turn_seconds, 3)), ("weight update ms", round(update_seconds * 1000, 1)), ("of it hand-over and load ms", round(load_seconds * 1000, 1))]  # fmt: skip
+            ("turn s", round(turn_seconds, 3)), ("weight update ms", round(update_seconds * 1000, 1)), ("of it hand-over and load ms", round(load_seconds * 1000, 1)),
+            ("losses", trainers[0]["losses"]), ("tokens", engines[0]["tokens"])]  # fmt: skip
     rows += [
         (f"memory at {point} MiB", f"{values[0][STABLE_FROM - 1 :][:1]} to {values[0][-1]}")
         for point, values in points.items()
@@ -1044,38 +1060,65 @@ def compare(options: argparse.Namespace) -> int:
     return 1 if bars.failed else 0
 
 
+def victim(options: argparse.Namespace, phase: str) -> str:
+    """Returns the process to kill in a phase, as `--kill` of a process expects it."""
+    role, at = phase.split(":")
+    return f"{role}:{options.ranks - 1}:{at}"
+
+
+def left_mib(meter: Meter, before: int | None) -> int | None:
+    """Returns the memory that is in use beyond `before`, after a short wait for its return; None if it is unknown."""
+    until = time.monotonic() + RETURN_SECONDS
+    while before is not None and (after := meter.used()) is not None:
+        if after - before <= STABLE_MIB or time.monotonic() > until:
+            return after - before
+        time.sleep(0.1)
+    return None
+
+
+def is_named(dead: str, phase: str, output: str) -> bool:
+    """Returns `True` if a process's output names the dead one, and the phase unless it was trainer 0, which collects the phases."""
+    if dead == f"{TRAINER} 0":
+        return re.search(rf"{dead} has died|{dead} (\(pid \d+\) )?has closed its connection", output) is not None
+    return re.search(rf"{dead} \(pid \d+\) died in the phase `{phase}`", output) is not None
+
+
+def check_killed(bars: Bars, options: argparse.Namespace, chosen: str, run: Run, left: int | None) -> None:
+    """Checks that a process was killed in a phase, that the others ended in time and named it, and that its batch left no memory."""
+    role, rank, phase = victim(options, chosen).split(":")
+    dead = f"{role} {rank}"
+    others = [name for name in run.status if name != dead]
+    names = [name for name in others if is_named(dead, phase, run.output[name])]
+    in_time = all(run.status[name] not in (0, -999) for name in others)
+    returned = left is None or left <= STABLE_MIB
+    is_met = run.status[dead] == -signal.SIGKILL and in_time and len(names) == len(others) and returned
+    seconds = "" if run.kill_seconds is None else f"{run.kill_seconds:.1f} s, "
+    memory = "" if left is None else f", {left} MiB left"
+    bars.check(f"{dead} killed in `{phase}`", is_met, f"{seconds}{len(names)} of {len(others)} name it{memory}")
+    if not is_met or options.verbose:
+        for name, text in run.output.items():
+            print(f"--- {name}, status {run.status[name]}\n{text[-PRINTED_CHARACTERS:]}", flush=True)
+
+
 def kill(options: argparse.Namespace) -> int:
-    """Kills a rank in each phase, and checks that the others end in time and name it, and that the device's memory returns."""
+    """Kills a rank in each phase, and checks that the others end in time and name it, and that the device's memory returns.
+
+    The jobs of a batch run at the same time, and their memory is checked together.
+    """
     bars, meter = Bars(), Meter()
     known = dict.fromkeys(f"{role}:{phase}" for role, phase in PHASES)
     chosen = list(known) if options.kill == "all" else options.kill.split(",")
     if unknown := [one for one in chosen if one not in known]:
         print(f"unknown phase {unknown[0]!r}: use all, or a list of {', '.join(known)}")
         return 2
-    rank = options.ranks - 1
-    for one in chosen:
-        role, phase = one.split(":")
+    for first in range(0, len(chosen), options.together):
+        batch = chosen[first : first + options.together]
         before = meter.used()
-        run = launch(options, options.memory, f"{role}:{rank}:{phase}", turns=KILL_TURN + 1)
-        dead = f"{role} {rank}"
-        others = [name for name in run.status if name != dead]
-        has_died = run.status[dead] == -signal.SIGKILL
-        names = [name for name in others if re.search(rf"{dead} \(pid \d+\) died in the phase `{phase}`", run.output[name])]
-        in_time = all(run.status[name] not in (0, -999) for name in others)
-        after = meter.used()
-        for _ in range(50):
-            if before is None or after is None or after - before <= STABLE_MIB:
-                break
-            time.sleep(0.1)
-            after = meter.used()
-        returned = before is None or after is None or after - before <= STABLE_MIB
-        is_met = has_died and in_time and len(names) == len(others) and returned
-        seconds = "" if run.kill_seconds is None else f"{run.kill_seconds:.1f} s, "
-        left = "" if before is None or after is None else f", {after - before} MiB left"
-        bars.check(f"{dead} killed in `{phase}`", is_met, f"{seconds}{len(names)} of {len(others)} name it{left}")
-        if not is_met or options.verbose:
-            for name, text in run.output.items():
-                print(f"--- {name}, status {run.status[name]}\n{text[-2000:]}", flush=True)
+        with ThreadPoolExecutor(len(batch)) as pool:
+            runs = list(pool.map(lambda one: launch(options, options.memory, victim(options, one), turns=KILL_TURN + 1), batch))
+        left = left_mib(meter, before)
+        for one, run in zip(batch, runs, strict=True):
+            check_killed(bars, options, one, run, left)
     return 1 if bars.failed else 0
 
 
@@ -1146,6 +1189,7 @@ def main() -> None:
     parser.add_argument(
         "--kill", metavar="PHASES", help=f"all, or a list of {', '.join(f'{role}:{phase}' for role, phase in PHASES)}"
     )
+    parser.add_argument("--together", type=int, default=1, metavar="JOBS", help="with --kill: jobs that run at the same time")
     parser.add_argument("--verbose", action="store_true", help="print what the processes print")
     for name in ("--role", "--folder"):
         parser.add_argument(name, help=argparse.SUPPRESS)
@@ -1153,6 +1197,8 @@ def main() -> None:
         parser.add_argument(name, type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.size = options.size or ("tiny" if options.device == "cpu" else "small")
+    if options.together < 1:
+        parser.error("--together needs at least 1")
     if options.memory == "cumem" and options.engine != "vllm":
         parser.error("--memory cumem is vLLM's: use --engine vllm")
     if options.engine == "vllm" and options.device == "cpu":

@@ -1535,9 +1535,9 @@ assert len(set(addresses)) == 5, "the same addresses in every turn"
 class TheJob(unittest.TestCase):
     """`benches/jobs/colocate.py` on the CPU: FSDP2 and an engine with tensor parallelism, in real processes."""
 
-    def job(self, *options: str) -> str:
+    def job(self, *options: str, ranks: int = 2) -> str:
         done = subprocess.run(
-            [sys.executable, str(test_jobs.JOBS / "colocate.py"), "--device", "cpu", "--ranks", "2", "--deadline", "60", *options],
+            [sys.executable, str(test_jobs.JOBS / "colocate.py"), "--device", "cpu", "--ranks", str(ranks), "--deadline", "60", *options],
             capture_output=True, text=True, timeout=300, env=os.environ | {"PYTHONPATH": needs.packages()},
         )  # fmt: skip
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
@@ -1552,6 +1552,15 @@ class TheJob(unittest.TestCase):
     def test_a_killed_rank_is_named_by_all_others(self) -> None:
         output = self.job("--kill", "engine:generate,trainer:wake")
         self.assertEqual(output.count("3 of 3 name it"), 2, output)
+
+    def test_one_rank_takes_turns(self) -> None:
+        output = self.job("--turns", "3", ranks=1)
+        self.assertRegex(output, "PASS .*losses equal to the reference")
+        self.assertRegex(output, r"\| losses \| [0-9a-f]{16} \|")
+
+    def test_the_only_trainer_or_engine_is_named_in_jobs_that_run_at_the_same_time(self) -> None:
+        output = self.job("--kill", "trainer:train,trainer:wake,engine:generate", "--together", "2", ranks=1)
+        self.assertEqual(output.count("1 of 1 name it"), 3, output)
 
 
 if __name__ == "__main__":
