@@ -22,6 +22,7 @@ from __future__ import annotations
 import enum
 import math
 import os
+import signal
 import sys
 import threading
 import time
@@ -913,13 +914,30 @@ def end_process(seconds: float = 5.0, status: int = 1) -> Callable[[Error], None
             time.sleep(seconds)
             os._exit(status)
 
-        # First, because a write to a pipe that nobody reads fails or blocks.
-        threading.Thread(target=later, name="symmalloc-turns-end", daemon=True).start()
-        text = f"symmalloc: {error}; this process ends within {seconds:g} s\n"
-        with suppress(OSError):
-            os.write(2, text.encode(errors="backslashreplace"))
+        # First, because a write to a pipe that nobody reads blocks.
+        try:
+            threading.Thread(target=later, name="symmalloc-turns-end", daemon=True).start()
+        except RuntimeError:  # no memory for a thread, or the limit of threads: this one waits instead
+            later()
+        _print_error(f"symmalloc: {error}; this process ends within {seconds:g} s\n")
 
     return end
+
+
+def _print_error(text: str) -> None:
+    """Writes text to the standard error. Ignores failures, and the signals that a write can cause, whatever their actions are."""
+    if sys.__stderr__ is None:
+        return  # it was closed at the start, so that another file may have its number
+    signals = {signal.SIGPIPE, signal.SIGXFSZ, signal.SIGTTOU}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        pending = signal.sigpending()
+        with suppress(OSError):
+            os.write(2, text.encode(errors="backslashreplace"))
+        for caused in (signals & signal.sigpending()) - pending:
+            signal.sigtimedwait({caused}, 0)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _is_orderly(error: BaseException) -> bool:

@@ -454,10 +454,14 @@ os._exit(0)
             self.assertEqual(os.waitpid(child, 0)[1], 0)
             self.assertEqual(together(trainer.take, engine.hand_over), [None, None])
 
-    def test_a_process_that_ends_does_so_although_nobody_reads_its_errors(self) -> None:
-        program = """
-import os
+    ENDS = """
+import os, resource, signal, sys, threading
 from symmalloc import colocate, errors
+{prepare}
+colocate.end_process(0.3, 7)(errors.PeerDied("engine 0 died"))
+{then}
+"""
+    FULL_PIPE = """
 reader, writer = os.pipe()
 os.set_blocking(writer, False)
 try:
@@ -466,12 +470,73 @@ try:
 except BlockingIOError:
     os.set_blocking(writer, True)
 os.dup2(writer, 2)
-colocate.end_process(0.3, 7)(errors.PeerDied("engine 0 died"))
 """
-        begun = time.monotonic()
-        done = subprocess.run([sys.executable, "-c", program], timeout=30, env=os.environ)
-        self.assertEqual(done.returncode, 7)
-        self.assertGreater(time.monotonic() - begun, 0.3)
+    CLOSED_PIPE = """
+reader, writer = os.pipe()
+os.dup2(writer, 2)
+os.close(reader)
+"""
+    FULL_FILE = """
+file = os.memfd_create("errors")
+os.write(file, bytes(10))
+os.dup2(file, 2)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
+"""
+
+    def test_a_process_that_ends_does_so_although_nobody_reads_its_errors(self) -> None:
+        default = "signal.signal(signal.{}, signal.SIG_DFL)"
+        for name, prepare in {
+            "a pipe without a reader": self.FULL_PIPE,
+            "a closed pipe": self.CLOSED_PIPE,
+            "a closed pipe, SIGPIPE at its default": self.CLOSED_PIPE + default.format("SIGPIPE"),
+            "a file at its limit, SIGXFSZ at its default": self.FULL_FILE + default.format("SIGXFSZ"),
+            "a full device": "os.dup2(os.open('/dev/full', os.O_WRONLY), 2)",
+            "no file": "os.close(2)",
+            "no memory for a thread": "threading.Thread.start = lambda self: exec('raise RuntimeError')",
+        }.items():
+            with self.subTest(name):
+                begun = time.monotonic()
+                program = self.ENDS.format(prepare=prepare, then="threading.Event().wait(20)")
+                done = subprocess.run([sys.executable, "-c", program], timeout=30, stderr=subprocess.DEVNULL)
+                self.assertEqual(done.returncode, 7)
+                self.assertGreater(time.monotonic() - begun, 0.3)
+
+    def test_a_process_that_ends_leaves_signals_and_other_files_as_they_are(self) -> None:
+        caught = """
+seen = []
+signal.signal(signal.SIGPIPE, lambda *_: seen.append("SIGPIPE"))
+"""
+        unchanged = (
+            "assert not seen and not signal.sigpending() and not signal.pthread_sigmask(signal.SIG_BLOCK, []); os._exit(9)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", self.ENDS.format(prepare=self.CLOSED_PIPE + caught, then=unchanged)], timeout=30
+        )
+        self.assertEqual(done.returncode, 9)
+        # A program that starts without a standard error gives its number to the next file, such as a socket.
+        other = "other = os.memfd_create('other')\nassert other == 2"
+        program = self.ENDS.format(prepare=other, then="os._exit(9 if os.fstat(other).st_size == 0 else 8)")
+        done = subprocess.run(["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, program], timeout=30)
+        self.assertEqual(done.returncode, 9)
+
+    def test_a_closed_connection_is_a_death_and_no_signal(self) -> None:
+        program = """
+import signal, socket, sys
+sys.path.insert(0, {path!r})
+from symmalloc import errors, turn_peers
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+for descriptors in ([], [0, 1]):
+    ours, theirs = socket.socketpair()
+    channel = turn_peers.Channel(ours, None, turn_peers.Member("engine", 0))
+    theirs.close()
+    try:
+        channel.send("chunks", turn_peers.Deadline(1.0), descriptors)
+    except errors.PeerDied:
+        continue
+    sys.exit(3)
+"""
+        done = subprocess.run([sys.executable, "-c", program.format(path=needs.packages())], timeout=30)
+        self.assertEqual(done.returncode, 0)
 
     def join_hub(self, *members: tuple[str, int]) -> tuple[turn_peers.Hub, list[turn_peers.Channel]]:
         """Returns a hub, and the connections of some members of two pairs."""
