@@ -22,6 +22,7 @@ from __future__ import annotations
 import enum
 import math
 import os
+import select
 import signal
 import sys
 import threading
@@ -32,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from . import forks
 from .allocator import Contents, Phase
 from .descriptors import CudaDescriptors, Descriptors, StatePage, forget_export, note_export
 from .devices import device_index
@@ -581,7 +583,7 @@ class Trainer(_Side):
             batch: list[int] = []
             try:
                 for export, source in sources[at : at + DESCRIPTORS]:
-                    batch.append(export(source))
+                    batch.append(forks.open_descriptor(export, source))
                 self._channel.send("chunks", deadline, batch)
             finally:
                 close_all(batch)
@@ -707,7 +709,7 @@ class Engine(_Side):
             if self._page is None:
                 page = next(descriptors)
                 try:
-                    with naming_limits():
+                    with naming_limits(), forks.lock:
                         self._page = StatePage(os.dup(page), is_owner=False)
                 except TooManyOpenFiles:
                     raise
@@ -1050,11 +1052,13 @@ def _check_numbers(numbers: list[Any]) -> None:
 
 def _accept(listener: Listener, deadline: Deadline, peer: Member, membership: Membership) -> Any:
     """Returns the first connection of a listener. Raises `DeadlinePassed`."""
-    listener.socket.settimeout(0.02)
+    poll = select.poll()
+    poll.register(listener.socket, select.POLLIN)
     while True:
+        poll.poll(min(0.02, deadline.left()) * 1000)
         try:
-            return listener.socket.accept()[0]
-        except TimeoutError:
+            return listener.accept()
+        except BlockingIOError:
             membership.watch.check()
             if deadline.left() == 0:
                 raise DeadlinePassed(f"{peer} did not connect within {deadline.seconds} s") from None

@@ -18,6 +18,7 @@ from ctypes import byref, c_int, c_size_t, c_uint64, c_ulonglong, c_void_p
 from functools import cache
 from typing import Any, Protocol
 
+from . import forks
 from .errors import CudaError, InvalidArgument, OutOfMemory
 
 DEVICE_LOCATION, FILE_DESCRIPTOR, READ, READ_WRITE = 1, 1, 1, 3
@@ -205,7 +206,10 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class StatePage:
-    """A page of host memory that states whether exported memory still has its contents. A check costs one load."""
+    """A page of host memory that states whether exported memory still has its contents. A check costs one load.
+
+    A closed page, such as that of a parent in its forked child, is not live, and `renew` and `withdraw` have no effect on it.
+    """
 
     def __init__(self, descriptor: int, *, is_owner: bool) -> None:
         """Takes the descriptor. Raises `ValueError` or `OSError` if it is no sealed page."""
@@ -217,17 +221,19 @@ class StatePage:
         except BaseException:
             os.close(descriptor)
             raise
+        forks.register(self)
 
     @classmethod
     def create(cls) -> StatePage:
-        descriptor = os.memfd_create("symmalloc-turn", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(descriptor, mmap.PAGESIZE)
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        page = cls(descriptor, is_owner=True)
+        with forks.lock:
+            descriptor = os.memfd_create("symmalloc-turn", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            try:
+                os.ftruncate(descriptor, mmap.PAGESIZE)
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+            except BaseException:
+                os.close(descriptor)
+                raise
+            page = cls(descriptor, is_owner=True)
         page.renew()
         return page
 
@@ -236,17 +242,24 @@ class StatePage:
 
     @property
     def is_live(self) -> bool:
-        return self._page[0] == LIVE
+        return not self._page.closed and self._page[0] == LIVE
 
     def renew(self) -> None:
-        self._page[0] = LIVE
+        self._set(LIVE)
 
     def withdraw(self) -> None:
-        self._page[0] = STALE
+        self._set(STALE)
+
+    def _set(self, state: int) -> None:
+        if not self._page.closed:
+            self._page[0] = state
 
     def close(self) -> None:
-        self._page.close()
-        os.close(self._descriptor)
+        """Closes the page. No effect in further calls."""
+        with forks.lock:
+            if not self._page.closed:
+                self._page.close()
+                os.close(self._descriptor)
 
 
 # The pages of exported pools, by device and pool.

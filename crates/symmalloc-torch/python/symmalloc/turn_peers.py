@@ -24,7 +24,6 @@ import socket
 import struct
 import threading
 import time
-import weakref
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -32,6 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from . import forks
 from .errors import DeadlinePassed, Error, InvalidArgument, InvalidState, PeerDied, PeerFailed, TooManyOpenFiles, WrongPeer
 from .private_folder import PrivateFolder, Untrusted
 
@@ -55,17 +55,6 @@ NAMING_SECONDS = 1.0
 """How long a closed connection waits for the hub to name the phase."""
 WAIT_SECONDS = 3600.0
 """The longest single wait. Longer deadlines wait again."""
-
-_shared: weakref.WeakSet[socket.socket | io.FileIO] = weakref.WeakSet()
-"""Sockets and locks, which a forked child would keep after this process has died."""
-
-
-def _close_in_child() -> None:
-    for one in list(_shared):
-        one.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
 
 
 def too_many_files(what: str) -> TooManyOpenFiles:
@@ -141,23 +130,39 @@ class Listener:
             opened.enter_context(_lock(f"{self.path}.lock"))
             opened.callback(_unlink, f"{self.path}.lock")  # before the lock's release
             _unlink(self.path)  # left by a process that was killed
-            self.socket = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            _shared.add(self.socket)
+            self.socket = opened.enter_context(_socket())
+            self.socket.setblocking(False)
             self.socket.bind(self.path)
             opened.callback(_unlink, self.path)
             os.chmod(self.path, 0o600)
             self.socket.listen(64)
             self._opened = opened.pop_all()
 
+    def accept(self) -> socket.socket:
+        """Returns the next connection. Raises `BlockingIOError` if there is none."""
+        with forks.lock:
+            of, _ = self.socket.accept()
+            forks.register(of)
+            return of
+
     def close(self) -> None:
-        self._opened.close()
+        with forks.lock:
+            self._opened.close()
+
+
+def _socket() -> socket.socket:
+    with forks.lock:
+        of = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        forks.register(of)
+        return of
 
 
 def _lock(path: str) -> io.FileIO:
     """Returns the locked file of a path. Raises `InvalidState` if another process has locked it."""
     while True:
-        file = io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600), "r+")
-        _shared.add(file)
+        with forks.lock:
+            file = io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600), "r+")
+            forks.register(file)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with suppress(FileNotFoundError):
@@ -233,13 +238,12 @@ class Channel:
     def __init__(self, of: socket.socket, watch: Watch | None, peer: Member | None = None) -> None:
         self.socket, self._watch, self.peer = of, watch, peer
         of.setblocking(False)
-        _shared.add(of)
 
     @classmethod
     def connect(cls, path: str, watch: Watch | None, peer: Member, deadline: Deadline) -> Channel:
         """Connects to a socket, as soon as a process listens there. Raises `DeadlinePassed`, `WrongPeer`."""
         while True:
-            of = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            of = _socket()
             try:
                 of.settimeout(max(deadline.left(), 0.001))
                 of.connect(path)
@@ -318,18 +322,20 @@ class Channel:
         parts = bytearray()
         while len(parts) < count:
             try:
-                # `socket.recv_fds` ignores flags (CPython 3.12): programs that start meanwhile would inherit the descriptors.
-                part, rights, flags, _ = self.socket.recvmsg(count - len(parts), RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
+                with forks.lock:
+                    # `socket.recv_fds` ignores flags (CPython 3.12): programs that start meanwhile would inherit the descriptors.
+                    part, rights, flags, _ = self.socket.recvmsg(count - len(parts), RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
+                    more = array("i")
+                    for level, kind, body in rights:
+                        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                            more.frombytes(body[: len(body) // more.itemsize * more.itemsize])
+                    forks.register_descriptors(more)
+                    descriptors += more
             except BlockingIOError:
                 self._wait(select.POLLIN, deadline, doing)
                 continue
             except OSError as why:
                 raise self._died() from why
-            more = array("i")
-            for level, kind, body in rights:
-                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                    more.frombytes(body[: len(body) // more.itemsize * more.itemsize])
-            descriptors += more
             if flags & socket.MSG_CTRUNC and len(more) < DESCRIPTORS:
                 raise too_many_files(f"the system did not deliver all descriptors from {self.peer}")
             if len(descriptors) > DESCRIPTORS:
@@ -361,13 +367,13 @@ class Channel:
         return PeerDied(f"{self.peer} has closed its connection")
 
     def close(self) -> None:
-        self.socket.close()
+        with forks.lock:
+            self.socket.close()
 
 
 def close_all(descriptors: list[int]) -> None:
     while descriptors:
-        with suppress(OSError):
-            os.close(descriptors.pop())
+        forks.close_descriptor(descriptors.pop())
 
 
 def value(message: dict[str, Any], name: str, kind: type) -> Any:
@@ -403,7 +409,6 @@ class Hub:
             self._stop_reader, self._stop = os.pipe2(os.O_CLOEXEC)
             opened.callback(os.close, self._stop_reader)
             opened.callback(os.close, self._stop)
-            self._listener.socket.setblocking(False)
             self._selector.register(self._listener.socket, selectors.EVENT_READ, None)
             self._selector.register(self._stop_reader, selectors.EVENT_READ, None)
             self._thread = threading.Thread(target=self._run, name="symmalloc-turns", daemon=True)
@@ -433,7 +438,7 @@ class Hub:
 
     def _accept(self) -> None:
         with suppress(OSError):
-            of, _ = self._listener.socket.accept()
+            of = self._listener.accept()
             one = _Connected(Channel(of, None))
             if user_of(of)[1] != os.geteuid():
                 of.close()

@@ -946,6 +946,85 @@ for descriptors in ([], [0, 1]):
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
 
+    def test_a_child_that_another_thread_forks_at_any_time_keeps_nothing_of_a_turn(self) -> None:
+        before = forked_files()
+        with pair(self.folder) as (trainer, engine):
+            host, theirs = trainer._descriptors, engine._descriptors
+            tensors = {str(at): Tensor(host.allocate(4096), 8) for at in range(3)}
+            found: list[tuple[str, list[str]]] = []
+            forking_threads: list[threading.Thread] = []
+
+            def fork(moment: str) -> None:
+                thread = threading.Thread(target=lambda: found.append((moment, forked_files())))
+                thread.start()
+                thread.join(0.2)  # it waits while this thread opens a descriptor
+                forking_threads.append(thread)
+
+            def forking(moment: str, act: Callable[..., Any]) -> Callable[..., Any]:
+                def then(*arguments: Any, **options: Any) -> Any:
+                    result = act(*arguments, **options)
+                    fork(moment)
+                    return result
+
+                return then
+
+            own = forked_files()
+            host.export = forking("exported", host.export)
+            theirs.map = forking("mapped", theirs.map)
+            for side in (trainer, engine):
+                real = side._channel.socket
+                side._channel.socket = mock.Mock(
+                    wraps=real,
+                    fileno=real.fileno,
+                    recvmsg=forking("received", real.recvmsg),
+                    sendmsg=forking("sent", real.sendmsg),
+                )
+            with (
+                mock.patch.object(os, "memfd_create", forking("created a page", os.memfd_create)),
+                mock.patch.object(os, "dup", forking("duplicated a page", os.dup)),
+            ):
+                errors = together(
+                    lambda: trainer.hand_over(tensors),
+                    lambda: engine.take(lambda _: fork("loads"), keep=True, deadline_seconds=20.0),
+                )
+            self.assertEqual(errors, [None, None])
+            fork("keeps")
+            for thread in forking_threads:
+                thread.join()
+            self.assertEqual({moment for moment, _ in found}, {
+                "exported", "mapped", "received", "sent", "created a page", "duplicated a page", "loads", "keeps",
+            })  # fmt: skip
+            for moment, files in found:
+                self.assertEqual(files, own, moment)
+            self.assertEqual(own, before + ["/memfd:colocate (deleted)"] * 3, "the memory itself, which is the host's")
+
+    def test_weights_and_exports_in_a_forked_child_are_stale_and_do_not_reach_the_parent(self) -> None:
+        with pair(self.folder) as (trainer, engine):
+            tensor = Tensor(trainer._descriptors.allocate(4096), 8)
+            taken: list[Any] = []
+            together(lambda: trainer.hand_over({"w": tensor}), lambda: taken.append(engine.take(keep=True, deadline_seconds=5.0)))
+            child = os.fork()
+            if child == 0:
+                trainer._page.withdraw()
+                try:
+                    taken[0]["w"]
+                except StaleImport:
+                    os._exit(0)
+                os._exit(3)
+            self.assertEqual(os.waitpid(child, 0)[1], 0)
+            self.assertEqual(taken[0].address("w"), taken[0]["w"])
+
+    def test_a_signal_handler_may_fork_while_a_descriptor_is_opened(self) -> None:
+        program = """
+import os, signal, sys
+sys.path.insert(0, {path!r})
+from symmalloc import forks
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0 if os.fork() == 0 else 0 * os.wait()[1]))
+forks.open_descriptor(lambda: os.kill(os.getpid(), signal.SIGUSR1) or 7 * sum(range(10**6)))
+"""
+        done = subprocess.run([sys.executable, "-c", program.format(path=needs.packages())], timeout=30)
+        self.assertEqual(done.returncode, 0)
+
     def run_with_limit(self, files: int) -> list[tuple[int, str]]:
         """Runs a turn with 300 chunks, in an engine that may have `files` more files than it has at its start."""
         trainer = """
@@ -1151,6 +1230,24 @@ class Tensor:
 
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+def forked_files() -> list[str]:
+    """Returns the memory files and the sockets of a child that this thread forks."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        names = []
+        for one in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                names.append(os.readlink(f"/proc/self/fd/{one}"))
+        os.write(writer, "\n".join(sorted(name for name in names if name.startswith(("/memfd:", "socket:")))).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        found = file.read().splitlines()
+    os.waitpid(child, 0)
+    return found
 
 
 def channels(test: unittest.TestCase) -> tuple[turn_peers.Channel, turn_peers.Channel]:
