@@ -55,9 +55,11 @@ from .scopes import use_mem_pool
 from .sleeping import sleep, wake
 from .state import allocator, installed
 from .turn_peers import (
+    CONNECT,
     DESCRIPTORS,
     ENGINE,
     HUB,
+    JOIN,
     NAMING_SECONDS,
     TRAINER,
     Channel,
@@ -257,9 +259,10 @@ class _Side:
             self._membership = Membership(path, self._me, ranks, deadline, on_death)
             opened.callback(self._membership.close)
             with self._failing(), naming_limits():
-                self._membership.wait_for_all(deadline)
+                self._membership.wait_for_all(JOIN, deadline)
                 self._channel = self._connect(socket_path(path, f"{HUB}.{rank}"), deadline)
                 opened.callback(self._channel.close)
+                self._membership.wait_for_all(CONNECT, deadline)
                 self._enter(self.first_phase)
             opened.pop_all()
 
@@ -430,7 +433,7 @@ class Trainer(_Side):
     on_death          called in a thread when a process has died or failed, such as `end_process()`
     on_phase          called in each phase of a turn
 
-    Waits until all processes of the machine have joined. Raises `DeadlinePassed`, which names the missing ones, `WrongPeer`, and
+    Waits until all pairs of the machine are connected. Raises `DeadlinePassed`, which names the missing ones, `WrongPeer`, and
     `InvalidState` if another job uses the folder.
     """
 

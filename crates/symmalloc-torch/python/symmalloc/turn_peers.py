@@ -35,9 +35,11 @@ from . import forks
 from .errors import DeadlinePassed, Error, InvalidArgument, InvalidState, PeerDied, PeerFailed, TooManyOpenFiles, WrongPeer
 from .private_folder import PrivateFolder, Untrusted
 
-PROTOCOL = 2
+PROTOCOL = 3
 HUB = "turns"
 TRAINER, ENGINE = "trainer", "engine"
+JOIN, CONNECT = "join", "connect"
+"""The steps of the start. All processes take the first one before any takes the second."""
 PATH_BYTES = 107
 """The longest path of a socket."""
 MESSAGE_BYTES = 64 << 20
@@ -400,8 +402,12 @@ class Hub:
     """Tells all processes that one of them has died. A thread in trainer 0."""
 
     def __init__(self, folder: Path, pairs: int) -> None:
-        self._missing = {(role, rank) for role in (TRAINER, ENGINE) for rank in range(pairs)}
+        everyone = {(role, rank) for role in (TRAINER, ENGINE) for rank in range(pairs)}
+        self._missing = {JOIN: everyone, CONNECT: set(everyone)}
+        # The first death or failure, for processes that join later.
+        self._cause: tuple[str, dict[str, Any]] | None = None
         self._connected: list[_Connected] = []
+        self._is_closed = False
         with ExitStack() as opened:
             self._listener = Listener(folder, HUB)
             opened.callback(self._listener.close)
@@ -416,25 +422,28 @@ class Hub:
             self._opened = opened.pop_all()
 
     def close(self) -> None:
+        """Ends the thread. No effect in further calls."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         os.write(self._stop, b"1")
         self._thread.join()
+        self._opened.close()
 
     def _run(self) -> None:
         while True:
             for key, _ in self._selector.select():
                 if key.fd == self._stop_reader:
+                    for one in list(self._connected):
+                        self._read(one)  # such as the error that ends this process's turns
                     self._tell("ended")
-                    self._end()
+                    for one in list(self._connected):
+                        self._forget(one)
                     return
                 if key.data is None:
                     self._accept()
                 else:
                     self._read(key.data)
-
-    def _end(self) -> None:
-        for one in list(self._connected):
-            self._forget(one)
-        self._opened.close()
 
     def _accept(self) -> None:
         with suppress(OSError):
@@ -447,6 +456,8 @@ class Hub:
             self._selector.register(of, selectors.EVENT_READ, one)
 
     def _read(self, one: _Connected) -> None:
+        if one not in self._connected:
+            return
         try:
             part = one.channel.socket.recv(1 << 16)
         except BlockingIOError:
@@ -474,19 +485,35 @@ class Hub:
         if kind == "join":
             member = Member(str(said["role"]), int(said["rank"]), int(said["pid"]))
             key = (member.role, member.rank)
-            if key not in self._missing:
+            if self._cause is not None:
+                kind, why = self._cause
+                self._say(one, kind, **why)
+            if key not in self._missing[JOIN]:
                 self._say(one, "rejected", why=f"{member.role} {member.rank} has joined already, or is none of this job's ranks")
                 return self._forget(one)
             one.member = member
-            self._missing.discard(key)
-            self._tell("missing", those=sorted(f"{role} {rank}" for role, rank in self._missing))
+            self._missing[JOIN].discard(key)
+            self._tell_missing()
+        elif kind == "connected" and one.member is not None:
+            self._missing[CONNECT].discard((one.member.role, one.member.rank))
+            self._tell_missing()
         elif kind == "phase":
             one.phase = str(said["phase"])
         elif kind == "failed" and one.member is not None:
-            why, failed, one.member = str(said["why"]), one.member, None
-            self._tell("failed", of=str(failed), phase=one.phase, why=why)
+            error, failed, one.member = str(said["why"]), one.member, None
+            self._tell_end("failed", of=str(failed), phase=one.phase, why=error)
         elif kind == "bye":
             self._forget(one)
+
+    def _tell_missing(self) -> None:
+        self._tell(
+            "missing", **{step: [f"{role} {rank}" for role, rank in sorted(those)] for step, those in self._missing.items()}
+        )
+
+    def _tell_end(self, kind: str, **body: Any) -> None:
+        if self._cause is None:
+            self._cause = kind, body
+        self._tell(kind, **body)
 
     def _tell(self, kind: str, **body: Any) -> None:
         for one in list(self._connected):
@@ -507,7 +534,7 @@ class Hub:
         if one in self._connected:
             self._forget(one)
             if member is not None:
-                self._tell("died", of=str(member), phase=one.phase)
+                self._tell_end("died", of=str(member), phase=one.phase)
 
     def _forget(self, one: _Connected) -> None:
         if one in self._connected:
@@ -523,7 +550,8 @@ class Membership:
         self, folder: Path, me: Member, pairs: int, deadline: Deadline, on_death: Callable[[Error], None] | None
     ) -> None:
         self.phase, self._on_death, self._send_lock = "start", on_death, threading.Lock()
-        self._is_complete, self._is_closed, self._missing = threading.Event(), False, ["everyone"]
+        self._is_closed, self._missing = False, {step: ["everyone"] for step in (JOIN, CONNECT)}
+        self._is_complete = {step: threading.Event() for step in self._missing}
         with ExitStack() as opened:
             self.watch = Watch()
             opened.callback(self.watch.close)
@@ -537,12 +565,14 @@ class Membership:
             self._thread.start()
             opened.pop_all()
 
-    def wait_for_all(self, deadline: Deadline) -> None:
-        """Waits until all processes have joined. Raises `DeadlinePassed`, which names those that have not."""
-        while not self._is_complete.wait(min(0.02, deadline.left() or 0.001)):
+    def wait_for_all(self, step: str, deadline: Deadline) -> None:
+        """Waits until all processes have taken a step of the start. Raises `DeadlinePassed`, which names those that have not."""
+        if step == CONNECT:
+            self._report("connected")
+        while not self._is_complete[step].wait(min(0.02, deadline.left() or 0.001)):
             self.watch.check()
             if deadline.left() == 0:
-                raise DeadlinePassed(f"{', '.join(self._missing)} did not join within {deadline.seconds} s")
+                raise DeadlinePassed(f"{', '.join(self._missing[step])} did not {step} within {deadline.seconds} s")
         self.watch.check()
 
     def enter(self, phase: str) -> None:
@@ -579,6 +609,8 @@ class Membership:
             try:
                 said = self._channel.receive(Deadline(math.inf), *kinds)
                 if said["kind"] == "ended":
+                    if not self._is_complete[CONNECT].is_set():
+                        self._set(PeerDied("trainer 0 has left before all processes had connected"))
                     return
                 self._heard(said)
             except WrongPeer as error:
@@ -590,9 +622,10 @@ class Membership:
 
     def _heard(self, said: dict[str, Any]) -> None:
         if said["kind"] == "missing":
-            self._missing = [str(one) for one in value(said, "those", list)]
-            if not self._missing:
-                self._is_complete.set()
+            for step, is_complete in self._is_complete.items():
+                self._missing[step] = [str(one) for one in value(said, step, list)]
+                if not self._missing[step]:
+                    is_complete.set()
         elif said["kind"] == "died":
             self._set(PeerDied(f"{value(said, 'of', str)} died in the phase `{value(said, 'phase', str)}`"))
         elif said["kind"] == "failed":

@@ -16,8 +16,8 @@ import textwrap
 import threading
 import time
 import unittest
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -542,6 +542,7 @@ for descriptors in ([], [0, 1]):
         """Returns a hub, and the connections of some members of two pairs."""
         turn_peers.open_folder(self.folder)
         hub, channels = turn_peers.Hub(Path(self.folder), 2), []
+        self.addCleanup(hub.close)
         deadline, peer = turn_peers.Deadline(10.0), turn_peers.Member("trainer", 0)
         for role, rank in members:
             one = turn_peers.Channel.connect(f"{self.folder}/turns", None, peer, deadline)
@@ -553,7 +554,6 @@ for descriptors in ([], [0, 1]):
 
     def test_a_death_that_the_hub_notices_while_it_sends_is_reported(self) -> None:
         hub, (trainer, _, failing) = self.join_hub(("trainer", 0), ("engine", 0), ("engine", 1))
-        self.addCleanup(hub.close)
         (stuck,) = (one for one in hub._connected if one.member == turn_peers.Member("engine", 0))
         # The smallest buffer. It does not take the next message, and engine 0 does not read.
         stuck.channel.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
@@ -566,16 +566,84 @@ for descriptors in ([], [0, 1]):
 
     def test_a_process_that_leaves_while_the_hub_sends_has_not_died(self) -> None:
         hub, (trainer, leaving, failing) = self.join_hub(("trainer", 0), ("engine", 0), ("engine", 1))
-        deadline, may_tell, tell = turn_peers.Deadline(10.0), threading.Event(), hub._tell
-        hub._tell = lambda kind, **body: may_tell.wait() and tell(kind, **body)  # type: ignore[method-assign]
-        failing.send("failed", deadline, why="no room")
-        leaving.send("phase", deadline, phase="wait")
-        leaving.send("bye", deadline)
-        leaving.close()
-        may_tell.set()
+        deadline = turn_peers.Deadline(10.0)
+        with self.busy(hub, failing):
+            leaving.send("phase", deadline, phase="wait")
+            leaving.send("bye", deadline)
+            leaving.close()
         hub.close()
         heard = [trainer.receive(deadline, "missing", "failed", "died", "ended")["kind"] for _ in range(4)]
         self.assertEqual(heard, ["missing", "missing", "failed", "ended"])
+
+    @contextmanager
+    def busy(self, hub: turn_peers.Hub, failing: turn_peers.Channel) -> Iterator[None]:
+        """Lets the hub begin to tell a failure, and complete it at the end of the block."""
+        begins, may_tell, tell = threading.Event(), threading.Event(), hub._tell
+
+        def wait(kind: str, **body: Any) -> None:
+            begins.set()
+            may_tell.wait()
+            tell(kind, **body)
+
+        hub._tell = wait  # type: ignore[method-assign]
+        failing.send("failed", turn_peers.Deadline(10.0), why="no room")
+        self.assertTrue(begins.wait(10.0))
+        yield
+        may_tell.set()
+
+    def test_a_hub_that_stops_first_reads_what_its_members_have_sent(self) -> None:
+        hub, (trainer, engine, failing) = self.join_hub(("trainer", 0), ("engine", 0), ("engine", 1))
+        deadline = turn_peers.Deadline(10.0)
+        with self.busy(hub, failing):
+            os.write(hub._stop, b"1")  # before the hub knows of the next message
+            trainer.send("failed", deadline, why="no luck")
+        hub.close()
+        heard = [engine.receive(deadline, "missing", "failed", "ended") for _ in range(4)]
+        self.assertEqual([said.get("why") or said["kind"] for said in heard], ["missing", "no room", "no luck", "ended"])
+
+    def test_a_process_that_joins_late_hears_of_an_earlier_death_or_failure_at_once(self) -> None:
+        made = {"memory": Unmanaged(), "deadline_seconds": 20.0}
+        for how, kind, says in (
+            ("died", PeerDied, r"engine 1 \(pid 7\) died in the phase `start`"),
+            ("failed", PeerFailed, r"engine 1 \(pid 7\) failed in the phase `start`: no room"),
+        ):
+            with self.subTest(how):
+                hub, (trainer, engine) = self.join_hub(("trainer", 0), ("engine", 1))
+                deadline = turn_peers.Deadline(10.0)
+                if how == "failed":
+                    engine.send("failed", deadline, why="no room")
+                engine.close()
+                self.assertEqual([trainer.receive(deadline, "missing", how)["kind"] for _ in range(2)], ["missing", how])
+                begun = time.monotonic()
+                # The second one replaces the process that ended.
+                for late in (
+                    lambda: Engine(self.folder, 0, 2, descriptors=Host(), **made),
+                    lambda: Engine(self.folder, 1, 2, descriptors=Host(), **made),
+                ):
+                    with self.assertRaisesRegex(kind, says):
+                        late()
+                self.assertLess(time.monotonic() - begun, 10.0)
+                hub.close()
+        self.assertEqual(threads(), [])
+
+    def test_a_start_without_trainer_0_ends_at_once(self) -> None:
+        for joined in (("trainer", 0), ("engine", 1)), (("trainer", 0), ("trainer", 1), ("engine", 1)):
+            with self.subTest(joined):
+                hub, _ = self.join_hub(*joined)
+                begun = time.monotonic()
+                threading.Timer(0.3, hub.close).start()
+                with self.assertRaisesRegex(PeerDied, "trainer 0 has left before all processes had connected"):
+                    Engine(self.folder, 0, 2, memory=Unmanaged(), descriptors=Host(), deadline_seconds=20.0)
+                self.assertLess(time.monotonic() - begun, 10.0)
+
+    def test_a_start_waits_for_all_pairs(self) -> None:
+        _, channels = self.join_hub(("trainer", 0), ("trainer", 1), ("engine", 1))
+        channels[2].send("connected", turn_peers.Deadline(1.0))
+        with (
+            mock.patch.object(Engine, "_connect"),
+            self.assertRaisesRegex(DeadlinePassed, r"^trainer 0, trainer 1 did not connect within 1\.0 s"),
+        ):
+            Engine(self.folder, 0, 2, memory=Unmanaged(), descriptors=Host(), deadline_seconds=1.0)
 
     def test_an_invalid_message_to_the_hub_ends_its_process_for_the_others(self) -> None:
         for bad in (
