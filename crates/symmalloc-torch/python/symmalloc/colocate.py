@@ -258,7 +258,7 @@ class _Side:
         with naming_limits(), ExitStack() as opened:
             self._membership = Membership(path, self._me, ranks, deadline, on_death)
             opened.callback(self._membership.close)
-            with self._failing(), naming_limits():
+            with self._failing(), naming_limits(), self._membership.naming_hub():
                 self._membership.wait_for_all(JOIN, deadline)
                 self._channel = self._connect(socket_path(path, f"{HUB}.{rank}"), deadline)
                 opened.callback(self._channel.close)

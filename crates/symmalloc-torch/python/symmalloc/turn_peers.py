@@ -27,7 +27,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ RIGHTS_BYTES = socket.CMSG_LEN(DESCRIPTORS * array("i").itemsize)
 HEADER = struct.Struct("!III")
 """The protocol, the size of the body, and the number of descriptors."""
 NAMING_SECONDS = 1.0
-"""How long a closed connection waits for the hub to name the phase."""
+"""How long a closed connection waits for the hub to name the phase, and a start that failed waits for the hub's answer."""
 WAIT_SECONDS = 3600.0
 """The longest single wait. Longer deadlines wait again."""
 
@@ -249,8 +249,7 @@ class Channel:
             try:
                 of.settimeout(max(deadline.left(), 0.001))
                 of.connect(path)
-                check_user(of, path)
-                return cls(of, watch, peer)
+                return cls(of, watch, replace(peer, pid=check_user(of, path)))
             except (FileNotFoundError, ConnectionRefusedError, TimeoutError, BlockingIOError):
                 of.close()
                 if watch is not None:
@@ -497,6 +496,8 @@ class Hub:
         elif kind == "connected" and one.member is not None:
             self._missing[CONNECT].discard((one.member.role, one.member.rank))
             self._tell_missing()
+        elif kind == "ask" and one.member is not None:
+            self._tell_missing()
         elif kind == "phase":
             one.phase = str(said["phase"])
         elif kind == "failed" and one.member is not None:
@@ -552,6 +553,7 @@ class Membership:
         self.phase, self._on_death, self._send_lock = "start", on_death, threading.Lock()
         self._is_closed, self._missing = False, {step: ["everyone"] for step in (JOIN, CONNECT)}
         self._is_complete = {step: threading.Event() for step in self._missing}
+        self._has_answer = threading.Event()
         with ExitStack() as opened:
             self.watch = Watch()
             opened.callback(self.watch.close)
@@ -574,6 +576,21 @@ class Membership:
             if deadline.left() == 0:
                 raise DeadlinePassed(f"{', '.join(self._missing[step])} did not {step} within {deadline.seconds} s")
         self.watch.check()
+
+    @contextmanager
+    def naming_hub(self) -> Iterator[None]:
+        """Names trainer 0 in a deadline error of the start if the hub does not answer: its process is stopped, and all others need it."""
+        try:
+            yield
+        except DeadlinePassed as error:
+            self._has_answer.clear()
+            self._report("ask")
+            if self._has_answer.wait(NAMING_SECONDS):
+                raise
+            self.watch.check()
+            raise DeadlinePassed(
+                f"{self._channel.peer} did not answer before the deadline, and all processes start through it: is it stopped?"
+            ) from error
 
     def enter(self, phase: str) -> None:
         """Reports the phase of this process's turn."""
@@ -626,6 +643,7 @@ class Membership:
                 self._missing[step] = [str(one) for one in value(said, step, list)]
                 if not self._missing[step]:
                     is_complete.set()
+            self._has_answer.set()
         elif said["kind"] == "died":
             self._set(PeerDied(f"{value(said, 'of', str)} died in the phase `{value(said, 'phase', str)}`"))
         elif said["kind"] == "failed":

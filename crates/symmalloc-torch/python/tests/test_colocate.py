@@ -117,6 +117,7 @@ def on_phase(phase):
     if phase == os.environ.get("STOPS_IN"):
         os.kill(os.getpid(), signal.SIGSTOP)
 
+exec(os.environ.get("BEFORE", ""))
 options = dict(memory=Unmanaged(), device=0, descriptors=host, deadline_seconds=float(os.environ.get("DEADLINE", SECONDS)), on_phase=on_phase)
 rank, ranks, turns = int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 """
@@ -227,6 +228,45 @@ class Turns(unittest.TestCase):
         for name in ("trainer0", "engine0"):
             self.assertNotEqual(ended[name][0], 0, name)
             self.assertRegex(ended[name][1], "DeadlinePassed|PeerFailed: trainer 1|PeerDied: trainer [01]", name)
+
+    def test_a_trainer_0_that_stops_at_the_start_is_named_by_all_others(self) -> None:
+        stopping = """
+from symmalloc import turn_peers
+turn_peers.Hub.said = []
+def stopping(act, when):
+    def then(*arguments, **options):
+        if when(*arguments, **options):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return act(*arguments, **options)
+    return then
+turn_peers.{0} = stopping(turn_peers.{0}, lambda *arguments, **options: {1})
+"""
+        patience = {name: {"DEADLINE": "6"} for name in ("trainer1", "engine0", "engine1")}
+        jobs = {}
+        for at, (moment, what, when) in enumerate(
+            (
+                ("before it listens", "open_folder", "True"),
+                ("before it joins", "Channel.connect", "arguments[0].endswith('turns')"),
+                ("before it waits for all", "Membership.wait_for_all", "arguments[1] == 'join'"),
+                ("while it tells that all have joined", "Hub._say", "options.get('join') == [] and not arguments[0].said.append(1) and len(arguments[0].said) == 3"),
+                ("before it connects", "Listener.__init__", "arguments[2] == 'turns.0'"),
+                ("after it has connected", "Membership.wait_for_all", "arguments[1] == 'connect'"),
+            )
+        ):  # fmt: skip
+            before = stopping.format(what, when).replace("turn_peers.open_folder", "colocate.open_folder")
+            jobs[moment] = Job(f"{self.folder}{at}", 2, MANY, trainer0={"BEFORE": before}, **patience)
+        for moment, job in jobs.items():
+            with self.subTest(moment):
+                stopped = job.processes.pop("trainer0")
+                ended = job.ended()
+                self.assertIsNone(stopped.poll())
+                stopped.kill()
+                stopped.communicate()
+                for name, (status, output) in ended.items():
+                    self.assertNotEqual(status, 0, name)
+                    self.assertRegex(
+                        output.splitlines()[-1], r"DeadlinePassed: trainer 0( \(pid \d+\) did not | does not listen)", name
+                    )
 
     def test_a_missing_process_is_named(self) -> None:
         with self.assertRaisesRegex(DeadlinePassed, r"engine 0, engine 1, trainer 1 did not join within 0\.3 s"):
