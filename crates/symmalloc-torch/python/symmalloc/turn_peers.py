@@ -55,6 +55,8 @@ HEADER = struct.Struct("!III")
 """The protocol, the size of the body, and the number of descriptors."""
 NAMING_SECONDS = 1.0
 """How long a closed connection waits for the hub to name the phase, and a start that failed waits for the hub's answer."""
+RETRY_SECONDS = 0.1
+"""How long the hub waits if the system refuses a connection, such as at the limit of open files."""
 WAIT_SECONDS = 3600.0
 """The longest single wait. Longer deadlines wait again."""
 
@@ -414,7 +416,7 @@ class Hub:
             self._stop_reader, self._stop = os.pipe2(os.O_CLOEXEC)
             opened.callback(os.close, self._stop_reader)
             opened.callback(os.close, self._stop)
-            self._selector.register(self._listener.socket, selectors.EVENT_READ, None)
+            self._listen()
             self._selector.register(self._stop_reader, selectors.EVENT_READ, None)
             self._thread = threading.Thread(target=self._run, name="symmalloc-turns", daemon=True)
             self._thread.start()
@@ -429,30 +431,53 @@ class Hub:
         self._thread.join()
         self._opened.close()
 
+    def _listen(self) -> None:
+        self._selector.register(self._listener.socket, selectors.EVENT_READ, None)
+        self._retry: Deadline | None = None
+
     def _run(self) -> None:
-        while True:
-            for key, _ in self._selector.select():
-                if key.fd == self._stop_reader:
-                    for one in list(self._connected):
-                        self._read(one)  # such as the error that ends this process's turns
-                    self._tell("ended")
-                    for one in list(self._connected):
-                        self._forget(one)
-                    return
-                if key.data is None:
-                    self._accept()
-                else:
-                    self._read(key.data)
+        try:
+            while not self._step():
+                pass
+            for one in list(self._connected):
+                self._read(one)  # such as the error that ends this process's turns
+            self._tell("ended")
+        finally:
+            # After an error, too: all others then notice that the hub has ended.
+            for one in list(self._connected):
+                self._forget(one)
+
+    def _step(self) -> bool:
+        """Waits for connections and messages. Returns `True` if the hub ends."""
+        ready = self._selector.select(None if self._retry is None else self._retry.left())
+        if self._retry is not None and self._retry.left() == 0:
+            self._listen()
+        for key, _ in ready:
+            if key.fd == self._stop_reader:
+                return True
+            if key.data is None:
+                self._accept()
+            else:
+                self._read(key.data)
+        return False
 
     def _accept(self) -> None:
-        with suppress(OSError):
-            of = self._listener.accept()
-            one = _Connected(Channel(of, None))
-            if user_of(of)[1] != os.geteuid():
-                of.close()
-                return
+        try:
+            one = _Connected(Channel(self._listener.accept(), None))
+        except (BlockingIOError, ConnectionError):
+            return  # it has left
+        except OSError:
+            # The connection remains in the queue, so that a wait would return at once.
+            self._selector.unregister(self._listener.socket)
+            self._retry = Deadline(RETRY_SECONDS)
+            return
+        try:
+            if user_of(one.channel.socket)[1] != os.geteuid():
+                raise PermissionError("another user")
+            self._selector.register(one.channel.socket, selectors.EVENT_READ, one)
             self._connected.append(one)
-            self._selector.register(of, selectors.EVENT_READ, one)
+        except OSError:
+            one.channel.close()
 
     def _read(self, one: _Connected) -> None:
         if one not in self._connected:

@@ -676,6 +676,70 @@ for descriptors in ([], [0, 1]):
                     Engine(self.folder, 0, 2, memory=Unmanaged(), descriptors=Host(), deadline_seconds=20.0)
                 self.assertLess(time.monotonic() - begun, 10.0)
 
+    def test_a_hub_at_the_limit_of_open_files_serves_its_members_and_does_not_spin(self) -> None:
+        program = """
+import os, resource, sys, time
+sys.path.insert(0, {path!r})
+from pathlib import Path
+from symmalloc import turn_peers
+turn_peers.open_folder(sys.argv[1])
+hub = turn_peers.Hub(Path(sys.argv[1]), 2)
+before = resource.getrlimit(resource.RLIMIT_NOFILE)
+# One file more than are open: the list's own becomes the first member's.
+resource.setrlimit(resource.RLIMIT_NOFILE, (max(int(one) for one in os.listdir("/proc/self/fd")) + 1, before[1]))
+print("limited", flush=True)
+input()
+begun = time.process_time()
+time.sleep(1.5)
+print(time.process_time() - begun, flush=True)
+input()
+resource.setrlimit(resource.RLIMIT_NOFILE, before)
+input()
+hub.close()
+"""
+        with subprocess.Popen(
+            [sys.executable, "-c", program.format(path=needs.packages()), self.folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process:
+            assert process.stdin is not None and process.stdout is not None
+            self.addCleanup(process.kill)
+
+            def go_on() -> None:
+                process.stdin.write("\n")
+                process.stdin.flush()
+
+            self.assertEqual(process.stdout.readline(), "limited\n")
+            deadline = turn_peers.Deadline(10.0)
+            first, second = (
+                turn_peers.Channel.connect(f"{self.folder}/turns", None, turn_peers.Member("trainer", 0), deadline)
+                for _ in range(2)
+            )
+            self.addCleanup(first.close)
+            self.addCleanup(second.close)
+            first.send("join", deadline, role="engine", rank=0, pid=7)
+            first.receive(deadline, "missing")
+            second.send("join", deadline, role="engine", rank=1, pid=8)
+            go_on()
+            self.assertLess(float(process.stdout.readline()), 0.5)
+            first.send("ask", deadline)
+            self.assertIn("engine 1", first.receive(deadline, "missing")["join"], "it has no file for the second")
+            go_on()
+            self.assertNotIn("engine 1", second.receive(deadline, "missing")["join"])
+            go_on()
+
+    def test_a_hub_that_fails_is_noticed_by_its_members(self) -> None:
+        hub, (trainer, engine) = self.join_hub(("trainer", 0), ("engine", 1))
+        deadline = turn_peers.Deadline(10.0)
+        with mock.patch.object(threading, "excepthook"), mock.patch.object(hub, "_heard", side_effect=MemoryError):
+            engine.send("ask", deadline)
+            hub._thread.join(10.0)
+        for one in (trainer, engine):
+            with self.assertRaisesRegex(PeerDied, "closed its connection"):
+                while True:
+                    one.receive(deadline, "missing")
+
     def test_a_start_waits_for_all_pairs(self) -> None:
         _, channels = self.join_hub(("trainer", 0), ("trainer", 1), ("engine", 1))
         channels[2].send("connected", turn_peers.Deadline(1.0))
