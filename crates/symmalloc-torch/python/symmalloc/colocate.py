@@ -254,6 +254,8 @@ class _Side:
         self._me = Member(self.role, rank, os.getpid())
         self._on_phase, self._is_closed, self._in_call = on_phase, False, threading.Lock()
         self._error: Error | None = None
+        # Set when the latest wait for the device has returned.
+        self._device_wait: threading.Event | None = None
         deadline, path = Deadline(deadline_seconds), open_folder(folder)
         with naming_limits(), ExitStack() as opened:
             self._membership = Membership(path, self._me, ranks, deadline, on_death)
@@ -368,7 +370,7 @@ class _Side:
         therefore waits, and is abandoned at the deadline.
         """
         errors: list[BaseException] = []
-        is_done = threading.Event()
+        self._device_wait = is_done = threading.Event()
 
         def wait() -> None:
             try:
@@ -625,6 +627,7 @@ class Engine(_Side):
         self._taken: list[Weights] = []
         self._views: dict[tuple[int, Layout], Any] = {}
         self._page: StatePage | None = None
+        self._has_abandoned = False
         super().__init__(*arguments, **options)
 
     def _connect(self, path: str, deadline: Deadline) -> Channel:
@@ -764,14 +767,14 @@ class Engine(_Side):
     def _unmap(self, deadline: Deadline) -> None:
         """Unmaps the trainer's memory. The addresses stay reserved."""
         self._invalidate()
+        if self._page is not None:
+            self._page.close()
+            self._page = None
         if self._mapped:
             self._synchronize(deadline)
         for whole in list(self._mapped):
             self._unmap_range(whole)
         self._ranges.clear()
-        if self._page is not None:
-            self._page.close()
-            self._page = None
 
     def _invalidate(self) -> None:
         for weights in self._taken:
@@ -794,6 +797,10 @@ class Engine(_Side):
         return found
 
     def _abandon(self) -> None:
+        self._invalidate()
+        if self._has_abandoned and self._device_wait is not None and not self._device_wait.is_set():
+            return  # it has waited for the device before, and the device is still busy
+        self._has_abandoned = True
         self._unmap(Deadline(ABANDON_SECONDS))
         self._release_addresses()
 

@@ -885,6 +885,28 @@ hub.close()
                     engine.close()
                 self.assertLess(time.monotonic() - begun, 15.0)
 
+    def test_a_failed_engine_waits_for_the_device_once_and_unmaps_if_that_completes_later(self) -> None:
+        for completes in (False, True):
+            with self.subTest(completes=completes), pair(self.folder) as (trainer, engine):
+                tensor = Tensor(trainer._descriptors.allocate(4096), 8)
+                may_complete, before = threading.Event(), open_files()
+                self.addCleanup(may_complete.set)
+
+                def load(_: Any) -> None:
+                    engine._descriptors.synchronize = may_complete.wait
+                    raise KeyError("load")
+
+                with mock.patch.object(colocate, "ABANDON_SECONDS", 1.0):
+                    together(lambda: trainer.hand_over({"w": tensor}), lambda: engine.take(load, deadline_seconds=30.0))
+                    self.assertEqual((engine._descriptors.maps, open_files()), (1, before), "only the memory stays")
+                    if completes:
+                        may_complete.set()
+                        self.assertTrue(engine._device_wait.wait(10.0))
+                    begun = time.monotonic()
+                    engine.close()
+                self.assertLess(time.monotonic() - begun, 0.9)
+                self.assertEqual(engine._descriptors.maps, 0 if completes else 1)
+
     def test_a_group_in_other_memory_at_an_old_address_is_read_from_the_other_memory(self) -> None:
         with pair(self.folder) as (trainer, engine):
             host = trainer._descriptors
