@@ -79,6 +79,18 @@ def naming_limits() -> Iterator[None]:
         raise
 
 
+@contextmanager
+def naming_path(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raises `InvalidState`, or `TooManyOpenFiles`, in place of the system's errors for the files of turns, such as a full disk."""
+    try:
+        with naming_limits():
+            yield
+    except (Untrusted, OSError) as why:
+        if isinstance(why, Error):
+            raise
+        raise InvalidState(f"{os.fspath(path)} cannot hold the sockets of turns: {why}") from why
+
+
 @dataclass(frozen=True, order=True)
 class Member:
     """A process that takes turns."""
@@ -118,11 +130,8 @@ def socket_path(folder: Path, name: str) -> str:
 def open_folder(folder: str | os.PathLike[str]) -> Path:
     """Creates the folder of the sockets if it is missing. Raises `InvalidState` if another user can write to it."""
     path = Path(os.path.abspath(folder))
-    try:
-        with PrivateFolder.open(path):
-            return path
-    except (Untrusted, OSError) as why:
-        raise InvalidState(f"{path} cannot hold the sockets of turns: {why}") from why
+    with naming_path(path), PrivateFolder.open(path):
+        return path
 
 
 class Listener:
@@ -130,7 +139,7 @@ class Listener:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.path = socket_path(folder, name)
-        with ExitStack() as opened:
+        with naming_path(self.path), ExitStack() as opened:
             opened.enter_context(_lock(f"{self.path}.lock"))
             opened.callback(_unlink, f"{self.path}.lock")  # before the lock's release
             _unlink(self.path)  # left by a process that was killed
@@ -405,6 +414,8 @@ class Hub:
     def __init__(self, folder: Path, pairs: int) -> None:
         everyone = {(role, rank) for role in (TRAINER, ENGINE) for rank in range(pairs)}
         self._missing = {JOIN: everyone, CONNECT: set(everyone)}
+        self.refused: OSError | None = None
+        """Why the system refuses the next connection."""
         # The first death or failure, for processes that join later.
         self._cause: tuple[str, dict[str, Any]] | None = None
         self._connected: list[_Connected] = []
@@ -466,11 +477,13 @@ class Hub:
             one = _Connected(Channel(self._listener.accept(), None))
         except (BlockingIOError, ConnectionError):
             return  # it has left
-        except OSError:
+        except OSError as why:
             # The connection remains in the queue, so that a wait would return at once.
+            self.refused = why
             self._selector.unregister(self._listener.socket)
             self._retry = Deadline(RETRY_SECONDS)
             return
+        self.refused = None
         try:
             if user_of(one.channel.socket)[1] != os.geteuid():
                 raise PermissionError("another user")
@@ -604,10 +617,16 @@ class Membership:
 
     @contextmanager
     def naming_hub(self) -> Iterator[None]:
-        """Names trainer 0 in a deadline error of the start if the hub does not answer: its process is stopped, and all others need it."""
+        """Names the cause of a deadline error of the start that lies in trainer 0.
+
+        Its process may be stopped, so that the hub does not answer. It may also be at its limit of open files, so that others cannot join.
+        """
         try:
             yield
         except DeadlinePassed as error:
+            if self._hub is not None and self._hub.refused is not None:
+                with naming_limits():
+                    raise self._hub.refused from error
             self._has_answer.clear()
             self._report("ask")
             if self._has_answer.wait(NAMING_SECONDS):

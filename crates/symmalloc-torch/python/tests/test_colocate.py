@@ -305,6 +305,61 @@ turn_peers.{0} = stopping(turn_peers.{0}, lambda *arguments, **options: {1})
                 self.assertIs(trainer._page, page, f"turn {turn}")
                 self.assertEqual(together(trainer.take, engine.hand_over), [None, None])
 
+    def test_a_folder_that_cannot_hold_sockets_is_named(self) -> None:
+        # On a full disk, on a file system that is read-only or has no locks or sockets, and if other files have the names.
+        before = open_files()
+        for target, name, code in (
+            (turn_peers.os, "open", errno.ENOSPC), (turn_peers.os, "open", errno.EROFS), (turn_peers.fcntl, "flock", errno.ENOLCK),
+            (turn_peers.socket.socket, "bind", errno.ENOSPC), (turn_peers.socket.socket, "bind", errno.EOPNOTSUPP),
+            (turn_peers.os, "chmod", errno.EPERM),
+        ):  # fmt: skip
+            broken = OSError(code, os.strerror(code))
+            with (
+                self.subTest(f"{name}: {broken}"),
+                mock.patch.object(target, name, side_effect=broken),
+                self.assertRaisesRegex(InvalidState, f"{self.folder}.* cannot hold the sockets of turns: .*{os.strerror(code)}"),
+            ):
+                Trainer(self.folder, 0, 1, memory=Unmanaged(), descriptors=Host(), deadline_seconds=1.0)
+        for name in ("turns", "turns.lock"):
+            folder = Path(f"{self.folder}-{name}")
+            (folder / name / "some folder").mkdir(parents=True)
+            with self.subTest(name), self.assertRaisesRegex(InvalidState, rf"{folder}.*/turns cannot hold the sockets of turns"):
+                Trainer(folder, 0, 1, memory=Unmanaged(), descriptors=Host(), deadline_seconds=1.0)
+        self.assertEqual((open_files(), threads()), (before, []))
+
+    def test_a_start_with_any_limit_of_open_files_names_the_limit(self) -> None:
+        program = """
+import os, resource, sys, threading, time
+sys.path.insert(0, {tests!r})
+import test_colocate
+from test_colocate import Host, Unmanaged, Trainer, Engine
+folder, hosts, hard = sys.argv[1], (Host(), Host()), resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+test_colocate.together(*[lambda: None] * 2)
+open_now = max(int(one) for one in os.listdir("/proc/self/fd"))
+for more in range(99):
+    sides = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + more, hard))
+    errors = test_colocate.together(
+        lambda: sides.append(Trainer(folder, 0, 1, memory=Unmanaged(), descriptors=hosts[0], deadline_seconds=0.8)),
+        lambda: sides.append(Engine(folder, 0, 1, memory=Unmanaged(), descriptors=hosts[1], deadline_seconds=1.3)),
+    )
+    for side in sides:
+        side.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if errors == [None, None]:
+        break
+    # One of both meets the limit, or both. The other one hears of it, unless it did not get into contact.
+    assert any("ulimit -n" in str(error) for error in errors), (more, errors)
+    assert not test_colocate.threads(), more
+    assert max(int(one) for one in os.listdir("/proc/self/fd")) == open_now, more
+assert 5 < more < 30, more
+"""
+        done = subprocess.run(
+            [sys.executable, "-c", program.format(tests=str(Path(__file__).resolve().parent)), self.folder],
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        self.assertEqual(done.returncode, 0, done.stderr)
+
     def test_a_second_thread_cannot_enter_a_call(self) -> None:
         with pair(self.folder) as (trainer, engine):
             errors: list[BaseException | None] = []
@@ -414,7 +469,11 @@ turn_peers.{0} = stopping(turn_peers.{0}, lambda *arguments, **options: {1})
             (turn_peers, "check_user", connect),
             (turn_peers.Channel, "__init__", connect),
         ):
-            with self.subTest(name), mock.patch.object(target, name, side_effect=broken), self.assertRaises(OSError):
+            with (
+                self.subTest(name),
+                mock.patch.object(target, name, side_effect=broken),
+                self.assertRaises((OSError, InvalidState)),
+            ):
                 act()
         listener.close()
         self.assertEqual(open_files(), before)
