@@ -60,6 +60,7 @@ from .turn_peers import (
     ENGINE,
     HUB,
     JOIN,
+    LEAVING_SECONDS,
     NAMING_SECONDS,
     TRAINER,
     Channel,
@@ -349,6 +350,8 @@ class _Side:
 
     def _cause(self, error: BaseException) -> BaseException:
         """Returns the death or failure of another process that an error of this one follows from, or the error itself."""
+        if isinstance(error, Exception) and self._is_closed:
+            return InvalidState("the turns have ended: close() was called during this call")
         if isinstance(error, Exception) and not isinstance(error, (PeerDied, PeerFailed)):
             try:
                 # The program's own code may notice a death first, such as in a collective. The trainer also withdraws its weights when
@@ -396,12 +399,20 @@ class _Side:
         """Releases what belongs to a turn."""
 
     def close(self) -> None:
-        """Leaves the turns. Others that wait for this process raise `PeerDied`. No effect in further calls, and in a forked child."""
+        """Leaves the turns. Others that wait for this process raise `PeerDied`. No effect in further calls, and in a forked child.
+
+        A call in another thread ends with `InvalidState`. If it does not end within 2 s, the trainer's memory stays mapped in the engine.
+        """
         if self._is_closed or self._is_forked():
             return
         self._is_closed = True
-        with suppress(Exception):
-            self._abandon()
+        self._channel.shut_down()
+        if self._in_call.acquire(timeout=LEAVING_SECONDS):
+            try:
+                with suppress(Exception):
+                    self._abandon()
+            finally:
+                self._in_call.release()
         self._channel.close()
         self._membership.close()
 

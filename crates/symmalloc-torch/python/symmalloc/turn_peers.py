@@ -55,6 +55,8 @@ HEADER = struct.Struct("!III")
 """The protocol, the size of the body, and the number of descriptors."""
 NAMING_SECONDS = 1.0
 """How long a closed connection waits for the hub to name the phase, and a start that failed waits for the hub's answer."""
+LEAVING_SECONDS = 2.0
+"""How long a process that leaves waits for its own threads."""
 RETRY_SECONDS = 0.1
 """How long the hub waits if the system refuses a connection, such as at the limit of open files."""
 WAIT_SECONDS = 3600.0
@@ -249,7 +251,7 @@ class Channel:
     """A connection that carries messages with descriptors. Every call ends by a deadline."""
 
     def __init__(self, of: socket.socket, watch: Watch | None, peer: Member | None = None) -> None:
-        self.socket, self._watch, self.peer = of, watch, peer
+        self.socket, self._watch, self.peer, self._is_shut_down = of, watch, peer, False
         of.setblocking(False)
 
     @classmethod
@@ -371,12 +373,18 @@ class Channel:
 
     def _died(self) -> PeerDied | PeerFailed:
         """Returns the error for a connection that the other side has closed: the hub's error, which names the phase, if it arrives in time."""
-        if self._watch is not None:
+        if self._watch is not None and not self._is_shut_down:
             try:
                 self._watch.wait(NAMING_SECONDS)
             except (PeerDied, PeerFailed) as error:
                 return error
         return PeerDied(f"{self.peer} has closed its connection")
+
+    def shut_down(self) -> None:
+        """Ends the calls of other threads: they raise `PeerDied`."""
+        self._is_shut_down = True
+        with suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         with forks.lock:
@@ -653,10 +661,9 @@ class Membership:
         self._report("bye")
         if self._hub is not None:
             self._hub.close()
-        with suppress(OSError):  # wakes the thread that reads
-            self._channel.socket.shutdown(socket.SHUT_RDWR)
+        self._channel.shut_down()  # ends the thread
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(LEAVING_SECONDS)  # unless it is in a call of `on_death`
         self._channel.close()
         self.watch.close()
 

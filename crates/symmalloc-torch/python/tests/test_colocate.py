@@ -373,6 +373,51 @@ assert 5 < more < 30, more
             )
             self.assertEqual([type(error) for error in errors], [InvalidState] * 2)
 
+    def test_a_close_in_another_thread_ends_a_call_and_keeps_what_the_call_uses(self) -> None:
+        with pair(self.folder) as (trainer, engine):
+            begun = time.monotonic()
+            threading.Timer(0.2, engine.close).start()
+            with self.assertRaisesRegex(InvalidState, r"close\(\) was called during this call"):
+                engine.take(deadline_seconds=20.0)
+            self.assertLess(time.monotonic() - begun, 0.9)
+        for is_short in (True, False):
+            with self.subTest(is_short=is_short), pair(self.folder) as (trainer, engine):
+                tensor = Tensor(trainer._descriptors.allocate(4096), 8)
+                loads, goes_on, seen = threading.Event(), threading.Event(), []
+
+                def load(given: Any) -> None:
+                    address = given["w"]
+                    loads.set()
+                    goes_on.wait()
+                    seen.append(ctypes.string_at(address, 8))
+
+                def close() -> None:
+                    loads.wait()
+                    threading.Timer(0.2 if is_short else 2.0, goes_on.set).start()
+                    with mock.patch.object(colocate, "LEAVING_SECONDS", 10.0 if is_short else 0.2):
+                        engine.close()
+                    self.assertEqual(engine._descriptors.maps, 0 if is_short else 1)
+
+                told, raised, _ = errors = together(
+                    lambda: trainer.hand_over({"w": tensor}), lambda: engine.take(load, deadline_seconds=20.0), close
+                )
+                self.assertIsInstance(told, PeerDied)
+                self.assertIsInstance(raised, InvalidState)
+                self.assertIsNone(errors[2])
+                self.assertEqual(seen, [bytes(8)], "the memory was mapped")
+
+    def test_a_notice_that_never_returns_does_not_block_the_end(self) -> None:
+        never = threading.Event()
+        self.addCleanup(never.set)
+        with pair(self.folder, on_death=lambda _: never.wait()) as (trainer, engine):
+            engine._membership._channel.shut_down()
+            with self.assertRaises(PeerDied):
+                trainer.hand_over({}, deadline_seconds=20.0)
+            begun = time.monotonic()
+            with mock.patch.object(turn_peers, "LEAVING_SECONDS", 0.2):
+                trainer.close()
+            self.assertLess(time.monotonic() - begun, 5.0)
+
     def test_deadlines_of_zero_are_errors_without_effect_and_infinity_is_none(self) -> None:
         with pair(self.folder, seconds=math.inf) as (trainer, engine):
             for seconds in (0, 0.0, -1.0, math.nan, -math.inf):
@@ -1544,6 +1589,7 @@ class pair:
         memories: tuple[Any, Any] | None = None,
         seconds: float = 5.0,
         on_phase: Callable[[str], None] | None = None,
+        on_death: Callable[[BaseException], Any] | None = None,
     ) -> None:
         sides: dict[str, Any] = {}
         memory, host = memories or (Unmanaged(), Unmanaged()), hosts or (Host(), Host())
@@ -1552,7 +1598,9 @@ class pair:
             return address
 
         def start_trainer() -> None:
-            sides["trainer"] = Trainer(folder, 0, 1, memory=memory[0], descriptors=host[0], deadline_seconds=seconds)
+            sides["trainer"] = Trainer(
+                folder, 0, 1, memory=memory[0], descriptors=host[0], deadline_seconds=seconds, on_death=on_death
+            )
 
         def start_engine() -> None:
             sides["engine"] = Engine(
