@@ -645,9 +645,9 @@ class Membership:
             ) from error
 
     def enter(self, phase: str) -> None:
-        """Reports the phase of this process's turn."""
+        """Reports the phase of this process's turn, unless the hub does not read, such as in a stopped process."""
         self.phase = phase
-        self._report("phase", phase=phase)
+        self._report("phase", seconds=0.001, phase=phase)
 
     def fail(self, error: BaseException) -> None:
         """Tells the others that this process's turn ended with an error."""
@@ -667,9 +667,9 @@ class Membership:
         self._channel.close()
         self.watch.close()
 
-    def _report(self, kind: str, **body: Any) -> None:
+    def _report(self, kind: str, *, seconds: float = 5.0, **body: Any) -> None:
         with suppress(Error, OSError), self._send_lock:  # the hub may be gone; the watch tells
-            self._channel.send(kind, Deadline(5.0), **body)
+            self._channel.send(kind, Deadline(seconds), **body)
 
     def _listen(self) -> None:
         kinds = ("missing", "died", "failed", "rejected", "ended")

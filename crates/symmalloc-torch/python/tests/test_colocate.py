@@ -833,6 +833,28 @@ hub.close()
             self.assertNotIn("engine 1", second.receive(deadline, "missing")["join"])
             go_on()
 
+    def test_a_hub_that_does_not_read_delays_no_phase(self) -> None:
+        turn_peers.open_folder(self.folder)
+        listener = turn_peers.Listener(Path(self.folder), "turns")
+        self.addCleanup(listener.close)
+        me, deadline = turn_peers.Member("engine", 1, 7), turn_peers.Deadline(30.0)
+        membership = turn_peers.Membership(Path(self.folder), me, 2, deadline, None)
+        begun = time.monotonic()
+        for at in range(1000):
+            membership.enter(f"phase {at}")
+            self.assertLess(time.monotonic() - begun, 4.0)
+        hub = turn_peers.Channel(listener.accept(), None, me)
+        self.addCleanup(hub.close)
+        self.assertEqual(hub.receive(deadline, "join")["rank"], 1)
+        threading.Timer(0.2, lambda: membership.fail(KeyError("w"))).start()
+        phases = []
+        while (said := hub.receive(deadline, "phase", "failed"))["kind"] == "phase":
+            phases.append(said["phase"])
+        self.assertEqual(phases, [f"phase {at}" for at in range(len(phases))], "whole messages")
+        self.assertGreater(len(phases), 50)
+        self.assertLess(len(phases), 1000, "more than the socket holds")
+        membership.close()
+
     def test_a_hub_that_fails_is_noticed_by_its_members(self) -> None:
         hub, (trainer, engine) = self.join_hub(("trainer", 0), ("engine", 1))
         deadline = turn_peers.Deadline(10.0)
