@@ -528,6 +528,8 @@ class Hub:
     def _heard(self, one: _Connected, said: dict[str, Any]) -> None:
         kind = said["kind"]
         if kind == "join":
+            if one.member is not None:
+                raise ValueError("a member joins again")
             member = Member(str(said["role"]), int(said["rank"]), int(said["pid"]))
             key = (member.role, member.rank)
             if self._cause is not None:
@@ -538,12 +540,12 @@ class Hub:
                 return self._forget(one)
             one.member = member
             self._missing[JOIN].discard(key)
-            self._tell_missing()
+            self._tell("missing", **self._named())
         elif kind == "connected" and one.member is not None:
             self._missing[CONNECT].discard((one.member.role, one.member.rank))
-            self._tell_missing()
-        elif kind == "ask" and one.member is not None:
-            self._tell_missing()
+            self._tell("missing", **self._named())
+        elif kind == "ask":
+            self._say(one, "missing", **self._named())
         elif kind == "phase":
             one.phase = str(said["phase"])
         elif kind == "failed" and one.member is not None:
@@ -552,10 +554,9 @@ class Hub:
         elif kind == "bye":
             self._forget(one)
 
-    def _tell_missing(self) -> None:
-        self._tell(
-            "missing", **{step: [f"{role} {rank}" for role, rank in sorted(those)] for step, those in self._missing.items()}
-        )
+    def _named(self) -> dict[str, list[str]]:
+        """Returns the processes that have not taken each step of the start."""
+        return {step: [f"{role} {rank}" for role, rank in sorted(those)] for step, those in self._missing.items()}
 
     def _tell_end(self, kind: str, **body: Any) -> None:
         if self._cause is None:
@@ -687,6 +688,9 @@ class Membership:
                 if not self._is_closed:
                     self._set(PeerDied("trainer 0 has died: its connection was closed"))
                 return
+            except BaseException as why:  # such as no memory
+                self._set(PeerFailed(f"this process cannot learn of failures any more: {type(why).__name__}: {why}"))
+                raise
 
     def _heard(self, said: dict[str, Any]) -> None:
         if said["kind"] == "missing":

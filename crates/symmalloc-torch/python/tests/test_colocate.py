@@ -866,6 +866,16 @@ hub.close()
                 while True:
                     one.receive(deadline, "missing")
 
+    def test_a_process_that_can_no_longer_learn_of_failures_ends_its_turns(self) -> None:
+        heard: list[BaseException] = []
+        with pair(self.folder, on_death=heard.append) as (trainer, _), mock.patch.object(threading, "excepthook"):
+            with mock.patch.object(trainer._membership, "_heard", side_effect=MemoryError("no room")):
+                trainer._membership._report("ask")
+                trainer._membership._thread.join(10.0)
+            with self.assertRaisesRegex(PeerFailed, "this process cannot learn of failures any more: MemoryError: no room"):
+                trainer.hand_over({})
+            self.assertEqual([type(error) for error in heard], [PeerFailed])
+
     def test_a_start_waits_for_all_pairs(self) -> None:
         _, channels = self.join_hub(("trainer", 0), ("trainer", 1), ("engine", 1))
         channels[2].send("connected", turn_peers.Deadline(1.0))
@@ -881,7 +891,14 @@ hub.close()
             turn_peers.HEADER.pack(turn_peers.PROTOCOL + 1, 2, 0),
             *(
                 turn_peers.HEADER.pack(turn_peers.PROTOCOL, len(body), 0) + body
-                for body in (b"[]", b"{}", b"\xff", b"[" * 50_000, b'{"kind":"failed"}')
+                for body in (
+                    b"[]",
+                    b"{}",
+                    b"\xff",
+                    b"[" * 50_000,
+                    b'{"kind":"failed"}',
+                    b'{"kind":"join","role":"engine","rank":0,"pid":7}',
+                )
             ),
         ):
             with self.subTest(bad[:40]), pair(self.folder) as (trainer, engine):
