@@ -23,13 +23,13 @@ import enum
 import math
 import os
 import select
-import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -75,6 +75,7 @@ from .turn_peers import (
     socket_path,
     value,
 )
+from .write_signals import without_signals
 
 if TYPE_CHECKING:
     import torch
@@ -247,6 +248,7 @@ class _Side:
         on_phase: Callable[[str], None] | None = None,
         descriptors: Descriptors | None = None,
     ) -> None:
+        rank, ranks = index(rank), index(ranks)  # integers of any kind, such as NumPy's
         if not 0 <= rank < ranks:
             raise InvalidArgument(f"rank {rank} is not one of {ranks} ranks of this machine: number them from 0")
         self.rank, self.ranks, self._memory, self._deadline_seconds = rank, ranks, memory, deadline_seconds
@@ -951,16 +953,8 @@ def _print_error(text: str) -> None:
     """Writes text to the standard error. Ignores failures, and the signals that a write can cause, whatever their actions are."""
     if sys.__stderr__ is None:
         return  # it was closed at the start, so that another file may have its number
-    signals = {signal.SIGPIPE, signal.SIGXFSZ, signal.SIGTTOU}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
-        pending = signal.sigpending()
-        with suppress(OSError):
-            os.write(2, text.encode(errors="backslashreplace"))
-        for caused in (signals & signal.sigpending()) - pending:
-            signal.sigtimedwait({caused}, 0)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with without_signals(), suppress(OSError):
+        os.write(2, text.encode(errors="backslashreplace"))
 
 
 def _is_orderly(error: BaseException) -> bool:

@@ -11,6 +11,7 @@ faults, whatever the exporter does.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -19,7 +20,8 @@ from functools import cache
 from typing import Any, Protocol
 
 from . import forks
-from .errors import CudaError, InvalidArgument, OutOfMemory
+from .errors import CudaError, InvalidArgument, InvalidState, OutOfMemory
+from .write_signals import without_signals
 
 DEVICE_LOCATION, FILE_DESCRIPTOR, READ, READ_WRITE = 1, 1, 1, 3
 OUT_OF_MEMORY = 2
@@ -228,10 +230,16 @@ class StatePage:
         with forks.lock:
             descriptor = os.memfd_create("symmalloc-turn", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
-                os.ftruncate(descriptor, mmap.PAGESIZE)
+                with without_signals():
+                    os.ftruncate(descriptor, mmap.PAGESIZE)
                 fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
-            except BaseException:
+            except BaseException as why:
                 os.close(descriptor)
+                if isinstance(why, OSError) and why.errno == errno.EFBIG:
+                    raise InvalidState(
+                        f"the limit of file sizes is below {mmap.PAGESIZE} bytes, the size of a page of memory that processes share:"
+                        " raise it, for example with `ulimit -f unlimited`"
+                    ) from why
                 raise
             page = cls(descriptor, is_owner=True)
         page.renew()

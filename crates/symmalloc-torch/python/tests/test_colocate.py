@@ -281,6 +281,11 @@ turn_peers.{0} = stopping(turn_peers.{0}, lambda *arguments, **options: {1})
                 Trainer(self.folder, 0, 1, memory=Unmanaged(), descriptors=Host(), deadline_seconds=1.0)
             with self.assertRaisesRegex(InvalidArgument, "give a number above 0"):
                 trainer.hand_over({}, deadline_seconds=-1.0)
+        for rank in ("0", 0.0, None):
+            with self.assertRaises(TypeError):
+                Trainer(self.folder, rank, 1, memory=Unmanaged(), descriptors=Host())
+        with self.assertRaisesRegex(DeadlinePassed, "engine 0 did not join"):
+            Trainer(self.folder, Index(0), Index(1), memory=Unmanaged(), descriptors=Host(), deadline_seconds=0.1)
         with self.assertRaisesRegex(InvalidArgument, "rank 2 is not one of 2 ranks"):
             Trainer(self.folder, 2, 2, memory=Unmanaged(), descriptors=Host())
         with self.assertRaisesRegex(InvalidArgument, "107 bytes"):
@@ -662,6 +667,22 @@ signal.signal(signal.SIGPIPE, lambda *_: seen.append("SIGPIPE"))
         program = self.ENDS.format(prepare=other, then="os._exit(9 if os.fstat(other).st_size == 0 else 8)")
         done = subprocess.run(["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, program], timeout=30)
         self.assertEqual(done.returncode, 9)
+
+    def test_a_low_limit_of_file_sizes_is_named_and_no_signal(self) -> None:
+        program = """
+import resource, signal, sys
+sys.path.insert(0, {path!r})
+from symmalloc import descriptors, errors
+resource.setrlimit(resource.RLIMIT_FSIZE, (4095, 4095))
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+try:
+    descriptors.StatePage.create()
+except errors.InvalidState as error:
+    assert "`ulimit -f unlimited`" in str(error), error
+    sys.exit(7)
+"""
+        done = subprocess.run([sys.executable, "-c", program.format(path=needs.packages())], timeout=30)
+        self.assertEqual(done.returncode, 7)
 
     def test_a_closed_connection_is_a_death_and_no_signal(self) -> None:
         program = """
@@ -1563,6 +1584,16 @@ class Tensor:
 
     def element_size(self) -> int:
         return 4
+
+
+class Index:
+    """An integer of another library, such as NumPy."""
+
+    def __init__(self, value: int) -> None:
+        self._value = value
+
+    def __index__(self) -> int:
+        return self._value
 
 
 def open_files() -> int:
