@@ -105,7 +105,7 @@ impl Job {
 
     /// Allocates memory that does not fit into what was freed, because freed memory is poisoned at its stream's next allocation.
     fn allocate_next(&self) -> Outcome<()> {
-        self.allocator.allocate_named(&self.stream, 8 * LARGE_BYTES, "next")?;
+        let _never_freed = self.allocator.allocate_named(&self.stream, 8 * LARGE_BYTES, "next")?;
         Ok(())
     }
 

@@ -11,6 +11,7 @@ use cudarc::driver::sys::{CUcontext, CUdevice, CUstream};
 use std::ffi::c_int;
 use std::fmt;
 use std::marker::PhantomData;
+use std::ops::Deref;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -21,8 +22,30 @@ pub struct CudaDevice {
     driver: &'static Driver,
     /// Number of captures in progress, see [`is_capturing`](Self::is_capturing).
     captures: AtomicUsize,
-    context: Arc<CudaContext>,
+    context: HeldContext,
     features: DeviceFeatures,
+}
+
+/// A context whose release leaves the thread's current context unchanged. cudarc makes a context current before it releases it.
+struct HeldContext {
+    driver: &'static Driver,
+    /// `None` only while it is dropped.
+    context: Option<Arc<CudaContext>>,
+}
+
+impl Deref for HeldContext {
+    type Target = Arc<CudaContext>;
+
+    fn deref(&self) -> &Arc<CudaContext> {
+        self.context.as_ref().expect("the context is held until the drop")
+    }
+}
+
+impl Drop for HeldContext {
+    fn drop(&mut self) {
+        let _restore = RestoreCurrent::of(self.driver).ok().filter(|restore| restore.before != self.cu_ctx());
+        self.context = None;
+    }
 }
 
 /// Device capabilities that matter to an allocator.
@@ -86,6 +109,7 @@ impl CudaDevice {
         };
         // From here on, objects exist that a forked child must not release.
         watch_forks();
+        let context = HeldContext { driver, context: Some(context) };
         Ok(Arc::new(CudaDevice { driver, captures: AtomicUsize::new(0), context, features }))
     }
 

@@ -35,13 +35,16 @@ fn make(raw: usize) -> Option<&'static Context> {
     // SAFETY: the pointers are valid for writing.
     unsafe { driver.primary_state(device, &raw mut flags, &raw mut active) }.ok()?;
     let settings = settings().filter(|settings| !settings.is_watched && active != 0)?;
+    // Otherwise, the program created this context, while the primary context is also active. A `CudaDevice` would make the primary context
+    // current when it is dropped.
+    driver.primary_of(device).filter(|primary| *primary == raw)?;
     let _one_at_a_time = IS_MAKING.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(context) = Context::existing(raw) {
         return Some(context);
     }
     match new(driver, raw, device, settings) {
         Ok(context) => {
-            let context: &'static Context = Box::leak(Box::new(context?));
+            let context: &'static Context = Box::leak(Box::new(context));
             forks::watch();
             if let Err(error) = context.default_pool().make(context.id(), context.allocator()) {
                 say(format_args!("the driver serves the memory pool of device {device}: {error}"));
@@ -58,12 +61,8 @@ fn make(raw: usize) -> Option<&'static Context> {
     }
 }
 
-fn new(driver: &Driver, raw: usize, ordinal: c_int, settings: &Settings) -> Result<Option<Context>, CudaError> {
+fn new(driver: &Driver, raw: usize, ordinal: c_int, settings: &Settings) -> Result<Context, CudaError> {
     let device = CudaDevice::new(usize::try_from(ordinal).unwrap_or(0))?;
-    if device.context().cu_ctx() as usize != raw {
-        // The program created this context, while the primary context is also active.
-        return Ok(None);
-    }
     let allocator = CudaAllocator::new(&device, settings.config.clone())?;
     allocator.set_failure_callback(|core, _| {
         // If the driver fails to release some of the memory, the rest may suffice.
@@ -77,5 +76,5 @@ fn new(driver: &Driver, raw: usize, ordinal: c_int, settings: &Settings) -> Resu
     // one.
     let _missing = unsafe { driver.default_pool(&raw mut handle, ordinal) };
     let default_pool = MemPool::of_driver(handle, ordinal, PoolRole::Default);
-    Ok(Some(Context::new(raw, ordinal, allocator, host, default_pool)))
+    Ok(Context::new(raw, ordinal, allocator, host, default_pool))
 }

@@ -81,6 +81,7 @@ driver_calls! {
     context_push = c"cuCtxPushCurrent_v2"(context: usize);
     context_pop = c"cuCtxPopCurrent_v2"(context: *mut usize);
     primary_state = c"cuDevicePrimaryCtxGetState"(device: c_int, flags: *mut u32, active: *mut c_int);
+    primary_retain = c"cuDevicePrimaryCtxRetain"(context: *mut usize, device: c_int);
     primary_release = c"cuDevicePrimaryCtxRelease_v2"(device: c_int);
     stream_context = c"cuStreamGetCtx"(stream: usize, context: *mut usize);
     stream_captured = c"cuStreamIsCapturing"(stream: usize, status: *mut c_int);
@@ -131,6 +132,17 @@ impl Driver {
             let _popped = self.context_pop(&raw mut popped);
             found.ok().map(|()| device)
         }
+    }
+
+    /// Returns the primary context of a device, which must be active.
+    pub(crate) fn primary_of(&self, device: c_int) -> Option<usize> {
+        let mut context = 0;
+        // SAFETY: the pointer is valid for writing. The release ends only what this call retained.
+        unsafe {
+            self.primary_retain(&raw mut context, device).ok()?;
+            self.primary_release(device).ok()?;
+        }
+        Some(context)
     }
 
     /// Returns `true` if a stream is part of a capture, even an invalidated one.

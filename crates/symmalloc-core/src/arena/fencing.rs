@@ -160,7 +160,7 @@ fn order_after<L: Lock>(context: &DynContext<'_, L>, stream: StreamId, fence: Fe
         }
         None => {
             // Merging the clocks compares each entry of one with all of the other, several at once.
-            work::count(WAITS_MAX * WAITS_MAX / 8);
+            work::count(WAITS_MAX * WAITS_MAX / 16);
             let moment = context.clocks.lock().moment(fence.stream);
             let event = context.backend.record(fence.stream)?;
             let waited = context.backend.wait(stream, event);

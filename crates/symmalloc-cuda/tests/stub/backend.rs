@@ -274,6 +274,9 @@ stub_test!(the_current_context_is_preserved, ["STUB_DEVICES" = "2"], {
         device.memory_info().expect("queried");
         assert_eq!(current(), context as usize);
     }
+    // Regression test: the drop of a device made its context current.
+    drop(other);
+    assert_eq!(current(), device.context().cu_ctx() as usize);
 });
 
 stub_test!(a_stream_that_is_not_registered_is_refused_without_a_call, {

@@ -34,6 +34,7 @@ driver! {
     retain = "cuDevicePrimaryCtxRetain"(context: *mut usize, device: c_int);
     release = "cuDevicePrimaryCtxRelease_v2"(device: c_int);
     reset = "cuDevicePrimaryCtxReset_v2"(device: c_int);
+    get_current = "cuCtxGetCurrent"(context: *mut usize);
     create_context = "cuCtxCreate_v2"(context: *mut usize, flags: u32, device: c_int);
     set_current = "cuCtxSetCurrent"(context: usize);
     context_synchronize = "cuCtxSynchronize"();

@@ -356,6 +356,9 @@ stub_test!(contexts_created_by_the_program_are_served_by_the_driver, ["LD_PRELOA
     assert_eq!(set_current(context), 0);
     let pointer = alloc(MIB).expect("memory should suffice");
     assert_eq!((mem_free(pointer), calls("cuMemAlloc_v2")), (0, 2));
+    // Regression test: NVIDIA's simpleDrvRuntime failed, because the primary context had become current.
+    let mut current = 0;
+    assert_eq!((get_current(&raw mut current), current), (0, context));
     assert_eq!(set_current(primary), 0);
 });
 
