@@ -42,6 +42,7 @@ from .errors import (
     Error,
     InvalidArgument,
     InvalidState,
+    OutOfMemory,
     PeerDied,
     PeerFailed,
     StaleImport,
@@ -73,6 +74,7 @@ from .turn_peers import (
     naming_limits,
     open_folder,
     socket_path,
+    start_thread,
     value,
 )
 from .write_signals import without_signals
@@ -384,7 +386,7 @@ class _Side:
                 errors.append(error)
             is_done.set()
 
-        threading.Thread(target=wait, name="symmalloc-synchronize", daemon=True).start()
+        start_thread(wait, "symmalloc-synchronize")
         while not is_done.wait(min(0.1, deadline.left())):
             if self._error is None and not self._is_closed:
                 self._membership.watch.check()
@@ -941,8 +943,8 @@ def end_process(seconds: float = 5.0, status: int = 1) -> Callable[[Error], None
 
         # First, because a write to a pipe that nobody reads blocks.
         try:
-            threading.Thread(target=later, name="symmalloc-turns-end", daemon=True).start()
-        except RuntimeError:  # no memory for a thread, or the limit of threads: this one waits instead
+            start_thread(later, "symmalloc-turns-end")
+        except OutOfMemory:  # this thread waits instead
             later()
         _print_error(f"symmalloc: {error}; this process ends within {seconds:g} s\n")
 

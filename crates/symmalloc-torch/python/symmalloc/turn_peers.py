@@ -32,7 +32,17 @@ from pathlib import Path
 from typing import Any
 
 from . import forks
-from .errors import DeadlinePassed, Error, InvalidArgument, InvalidState, PeerDied, PeerFailed, TooManyOpenFiles, WrongPeer
+from .errors import (
+    DeadlinePassed,
+    Error,
+    InvalidArgument,
+    InvalidState,
+    OutOfMemory,
+    PeerDied,
+    PeerFailed,
+    TooManyOpenFiles,
+    WrongPeer,
+)
 from .private_folder import PrivateFolder, Untrusted
 
 PROTOCOL = 3
@@ -270,6 +280,9 @@ class Channel:
                 if deadline.left() == 0:
                     raise DeadlinePassed(f"{peer} does not listen at {path} after {deadline.seconds} s") from None
                 time.sleep(min(0.02, deadline.left()))
+            except PermissionError as why:
+                of.close()
+                raise WrongPeer(f"this user cannot connect to {path} ({why}): run trainer and engine as one user") from why
             except BaseException:
                 of.close()
                 raise
@@ -391,6 +404,16 @@ class Channel:
             self.socket.close()
 
 
+def start_thread(target: Callable[[], object], name: str) -> threading.Thread:
+    """Starts a thread that does not keep the process alive. Raises `OutOfMemory`."""
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as why:
+        raise OutOfMemory(f"{why}: raise the limit of processes (`ulimit -u`) or of memory (`ulimit -v`)") from why
+    return thread
+
+
 def close_all(descriptors: list[int]) -> None:
     while descriptors:
         forks.close_descriptor(descriptors.pop())
@@ -437,8 +460,7 @@ class Hub:
             opened.callback(os.close, self._stop)
             self._listen()
             self._selector.register(self._stop_reader, selectors.EVENT_READ, None)
-            self._thread = threading.Thread(target=self._run, name="symmalloc-turns", daemon=True)
-            self._thread.start()
+            self._thread = start_thread(self._run, "symmalloc-turns")
             self._opened = opened.pop_all()
 
     def close(self) -> None:
@@ -610,8 +632,7 @@ class Membership:
             self._channel = Channel.connect(socket_path(folder, HUB), None, Member(TRAINER, 0), deadline)
             opened.callback(self._channel.close)
             self._channel.send("join", deadline, role=me.role, rank=me.rank, pid=me.pid)
-            self._thread = threading.Thread(target=self._listen, name="symmalloc-turns-watch", daemon=True)
-            self._thread.start()
+            self._thread = start_thread(self._listen, "symmalloc-turns-watch")
             opened.pop_all()
 
     def wait_for_all(self, step: str, deadline: Deadline) -> None:

@@ -33,6 +33,7 @@ from symmalloc.errors import (
     DeadlinePassed,
     InvalidArgument,
     InvalidState,
+    OutOfMemory,
     PeerDied,
     PeerFailed,
     StaleImport,
@@ -1171,6 +1172,34 @@ hub.close()
             self.assertRaisesRegex(WrongPeer, f"belongs to user {os.getuid()}"),
         ):
             turn_peers.check_user(first, "/run/job/turns")
+
+    def test_a_socket_of_another_user_is_the_wrong_peer(self) -> None:
+        refused = PermissionError(errno.EACCES, "Permission denied")
+        before = open_files()
+        with (
+            mock.patch.object(turn_peers.socket.socket, "connect", side_effect=refused),
+            self.assertRaisesRegex(WrongPeer, r"cannot connect to .*/turns \(.*denied\): run trainer and engine as one user"),
+        ):
+            Engine(self.folder, 0, 1, memory=Unmanaged(), descriptors=Host(), deadline_seconds=1.0)
+        self.assertEqual(open_files(), before)
+
+    def test_a_thread_that_cannot_start_is_an_error_with_a_remedy(self) -> None:
+        refused = RuntimeError("can't start new thread")
+        before, names = open_files(), []
+        for failing in ("symmalloc-turns", "symmalloc-turns-watch", "symmalloc-synchronize"):
+            real = threading.Thread.start
+
+            def start(thread: threading.Thread, failing: str = failing, real: Any = real) -> None:
+                names.append(thread.name)
+                if thread.name == failing:
+                    raise refused
+                real(thread)
+
+            with self.subTest(failing), mock.patch.object(threading.Thread, "start", start):
+                with self.assertRaisesRegex(OutOfMemory, "ulimit -u"), pair(self.folder, seconds=1.0) as (trainer, _):
+                    trainer.hand_over({})
+                self.assertIn(failing, names)
+        self.assertEqual((open_files(), threads()), (before, []))
 
     def test_another_device_or_number_of_ranks_is_the_wrong_peer(self) -> None:
         # Both sides notice it. One may hear of the other's error first.
