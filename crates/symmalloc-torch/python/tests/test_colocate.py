@@ -17,7 +17,7 @@ import threading
 import time
 import unittest
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -1336,54 +1336,49 @@ hub.close()
     def test_a_child_that_another_thread_forks_at_any_time_keeps_nothing_of_a_turn(self) -> None:
         before = forked_files()
         with pair(self.folder) as (trainer, engine):
-            host, theirs = trainer._descriptors, engine._descriptors
+            host, theirs, forks = trainer._descriptors, engine._descriptors, Forks()
             tensors = {str(at): Tensor(host.allocate(4096), 8) for at in range(3)}
-            found: list[tuple[str, list[str]]] = []
-            forking_threads: list[threading.Thread] = []
-
-            def fork(moment: str) -> None:
-                thread = threading.Thread(target=lambda: found.append((moment, forked_files())))
-                thread.start()
-                thread.join(0.2)  # it waits while this thread opens a descriptor
-                forking_threads.append(thread)
-
-            def forking(moment: str, act: Callable[..., Any]) -> Callable[..., Any]:
-                def then(*arguments: Any, **options: Any) -> Any:
-                    result = act(*arguments, **options)
-                    fork(moment)
-                    return result
-
-                return then
-
             own = forked_files()
-            host.export = forking("exported", host.export)
-            theirs.map = forking("mapped", theirs.map)
+            host.export = forks.after(host.export, "exported")
+            theirs.map = forks.after(theirs.map, "mapped")
             for side in (trainer, engine):
                 real = side._channel.socket
                 side._channel.socket = mock.Mock(
                     wraps=real,
                     fileno=real.fileno,
-                    recvmsg=forking("received", real.recvmsg),
-                    sendmsg=forking("sent", real.sendmsg),
+                    recvmsg=forks.after(real.recvmsg, "received"),
+                    sendmsg=forks.after(real.sendmsg, "sent"),
                 )
             with (
-                mock.patch.object(os, "memfd_create", forking("created a page", os.memfd_create)),
-                mock.patch.object(os, "dup", forking("duplicated a page", os.dup)),
+                mock.patch.object(os, "memfd_create", forks.after(os.memfd_create, "created a page")),
+                mock.patch.object(os, "dup", forks.after(os.dup, "duplicated a page")),
             ):
                 errors = together(
                     lambda: trainer.hand_over(tensors),
-                    lambda: engine.take(lambda _: fork("loads"), keep=True, deadline_seconds=20.0),
+                    lambda: engine.take(lambda _: forks.fork("loads"), keep=True, deadline_seconds=20.0),
                 )
             self.assertEqual(errors, [None, None])
-            fork("keeps")
-            for thread in forking_threads:
-                thread.join()
+            forks.fork("keeps")
+            found = forks.found()
             self.assertEqual({moment for moment, _ in found}, {
                 "exported", "mapped", "received", "sent", "created a page", "duplicated a page", "loads", "keeps",
             })  # fmt: skip
             for moment, files in found:
                 self.assertEqual(files, own, moment)
             self.assertEqual(own, before + ["/memfd:colocate (deleted)"] * 3, "the memory itself, which is the host's")
+
+    def test_a_child_that_another_thread_forks_at_any_time_keeps_nothing_of_a_start(self) -> None:
+        before, forks = forked_files(), Forks()
+        with ExitStack() as patches:
+            for of, names in ((socket.socket, ("__init__", "bind", "accept", "connect")), (turn_peers.fcntl, ("flock",))):
+                for name in names:
+                    patches.enter_context(mock.patch.object(of, name, forks.after(getattr(of, name), name)))
+            with pair(self.folder, seconds=20.0):
+                forks.fork("connected")
+                found = forks.found()
+        self.assertLessEqual({"__init__", "bind", "accept", "connect", "flock", "connected"}, {moment for moment, _ in found})
+        for moment, files in found:
+            self.assertEqual(files, before, moment)
 
     def test_weights_and_exports_in_a_forked_child_are_stale_and_do_not_reach_the_parent(self) -> None:
         with pair(self.folder) as (trainer, engine):
@@ -1629,8 +1624,38 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+class Forks:
+    """Children that other threads fork at certain moments."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[str, list[str]]] = []
+        self._threads: list[threading.Thread] = []
+
+    def fork(self, moment: str) -> None:
+        thread = threading.Thread(target=lambda: self._found.append((moment, forked_files())))
+        thread.start()
+        thread.join(0.2)  # it waits while this thread opens a descriptor
+        self._threads.append(thread)
+
+    def after(self, act: Callable[..., Any], moment: str) -> Callable[..., Any]:
+        """Returns a function that forks before it returns."""
+
+        def then(*arguments: Any, **options: Any) -> Any:
+            result = act(*arguments, **options)
+            self.fork(moment)
+            return result
+
+        return then
+
+    def found(self) -> list[tuple[str, list[str]]]:
+        """Returns the files of each child."""
+        for thread in self._threads:
+            thread.join()
+        return self._found
+
+
 def forked_files() -> list[str]:
-    """Returns the memory files and the sockets of a child that this thread forks."""
+    """Returns the memory files, the sockets and the locks of a child that this thread forks."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -1638,7 +1663,10 @@ def forked_files() -> list[str]:
         for one in os.listdir("/proc/self/fd"):
             with suppress(OSError):
                 names.append(os.readlink(f"/proc/self/fd/{one}"))
-        os.write(writer, "\n".join(sorted(name for name in names if name.startswith(("/memfd:", "socket:")))).encode())
+        os.write(
+            writer,
+            "\n".join(sorted(name for name in names if name.startswith(("/memfd:", "socket:")) or ".lock" in name)).encode(),
+        )
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as file:
