@@ -1365,7 +1365,7 @@ hub.close()
             })  # fmt: skip
             for moment, files in found:
                 self.assertEqual(files, own, moment)
-            self.assertEqual(own, before + ["/memfd:colocate (deleted)"] * 3, "the memory itself, which is the host's")
+            self.assertEqual(own, sorted(before + ["/memfd:colocate (deleted)"] * 3), "the memory itself, which is the host's")
 
     def test_a_child_that_another_thread_forks_at_any_time_keeps_nothing_of_a_start(self) -> None:
         before, forks = forked_files(), Forks()
