@@ -259,6 +259,8 @@ class _Side:
         self._me = Member(self.role, rank, os.getpid())
         self._on_phase, self._is_closed, self._in_call = on_phase, False, threading.Lock()
         self._error: Error | None = None
+        # The thread of a call that has not failed.
+        self._caller: int | None = None
         # Set when the latest wait for the device has returned.
         self._device_wait: threading.Event | None = None
         deadline, path = Deadline(deadline_seconds), open_folder(folder)
@@ -327,9 +329,11 @@ class _Side:
             deadline = Deadline(self._deadline_seconds if seconds is None else seconds)
             try:
                 with self._failing(), naming_limits():
+                    self._caller = threading.get_ident()
                     self._membership.watch.check()
                     yield deadline
             except BaseException as error:
+                self._caller = None
                 self._error = (
                     error if isinstance(error, Error) else PeerFailed(f"an earlier call failed: {type(error).__name__}: {error}")
                 )
@@ -337,6 +341,7 @@ class _Side:
                     self._abandon()
                 raise
         finally:
+            self._caller = None
             self._in_call.release()
 
     @contextmanager
@@ -355,7 +360,7 @@ class _Side:
     def _cause(self, error: BaseException) -> BaseException:
         """Returns the death or failure of another process that an error of this one follows from, or the error itself."""
         if isinstance(error, Exception) and self._is_closed:
-            return InvalidState("the turns have ended: close() was called during this call")
+            return self._closed_meanwhile()
         if isinstance(error, Exception) and not isinstance(error, (PeerDied, PeerFailed)):
             try:
                 # The program's own code may notice a death first, such as in a collective. The trainer also withdraws its weights when
@@ -365,6 +370,9 @@ class _Side:
             except (PeerDied, PeerFailed) as why:
                 return why
         return error
+
+    def _closed_meanwhile(self) -> InvalidState:
+        return InvalidState("the turns have ended: close() was called during this call")
 
     def check(self) -> None:
         """Raises `PeerDied` or `PeerFailed` if one of the processes has ended. Takes no time."""
@@ -388,7 +396,9 @@ class _Side:
 
         start_thread(wait, "symmalloc-synchronize")
         while not is_done.wait(min(0.1, deadline.left())):
-            if self._error is None and not self._is_closed:
+            if self._caller == threading.get_ident():
+                if self._is_closed:
+                    raise self._closed_meanwhile()
                 self._membership.watch.check()
             if deadline.left() == 0:
                 raise DeadlinePassed(f"the device did not complete the work of this process within {deadline.seconds} s")

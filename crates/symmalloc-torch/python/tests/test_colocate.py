@@ -386,6 +386,14 @@ assert 5 < more < 30, more
             with self.assertRaisesRegex(InvalidState, r"close\(\) was called during this call"):
                 engine.take(deadline_seconds=20.0)
             self.assertLess(time.monotonic() - begun, 0.9)
+        with pair(self.folder) as (trainer, engine):
+            never, begun = threading.Event(), time.monotonic()
+            self.addCleanup(never.set)
+            trainer._descriptors.synchronize = never.wait
+            threading.Timer(0.2, trainer.close).start()
+            with self.assertRaisesRegex(InvalidState, r"close\(\) was called during this call"):
+                trainer.hand_over({}, deadline_seconds=20.0)
+            self.assertLess(time.monotonic() - begun, 5.0)
         for is_short in (True, False):
             with self.subTest(is_short=is_short), pair(self.folder) as (trainer, engine):
                 tensor = Tensor(trainer._descriptors.allocate(4096), 8)
