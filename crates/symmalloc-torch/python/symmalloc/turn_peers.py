@@ -632,7 +632,11 @@ class Membership:
             self._channel = Channel.connect(socket_path(folder, HUB), None, Member(TRAINER, 0), deadline)
             opened.callback(self._channel.close)
             self._channel.send("join", deadline, role=me.role, rank=me.rank, pid=me.pid)
-            self._thread = start_thread(self._listen, "symmalloc-turns-watch")
+            try:
+                self._thread = start_thread(self._listen, "symmalloc-turns-watch")
+            except BaseException as error:
+                self.fail(error)
+                raise
             opened.pop_all()
 
     def wait_for_all(self, step: str, deadline: Deadline) -> None:

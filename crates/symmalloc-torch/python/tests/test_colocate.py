@@ -1209,6 +1209,27 @@ hub.close()
                 self.assertIn(failing, names)
         self.assertEqual((open_files(), threads()), (before, []))
 
+    def test_a_thread_that_cannot_start_after_the_join_is_no_death(self) -> None:
+        made = {"memory": Unmanaged(), "deadline_seconds": 10.0}
+        real, has_joined = turn_peers.start_thread, threading.Event()
+
+        def start(target: Callable[[], Any], name: str) -> threading.Thread:
+            if name == "symmalloc-turns-watch" and has_joined.is_set():
+                raise OutOfMemory("no room for a thread")
+            thread = real(target, name)
+            if name == "symmalloc-turns-watch":
+                has_joined.set()
+            return thread
+
+        def join_late() -> None:
+            has_joined.wait()
+            Engine(self.folder, 0, 1, descriptors=Host(), **made)
+
+        with mock.patch.object(turn_peers, "start_thread", start):
+            told, raised = together(lambda: Trainer(self.folder, 0, 1, descriptors=Host(), **made), join_late)
+        self.assertIsInstance(raised, OutOfMemory)
+        self.assertRegex(str(told), r"engine 0 \(pid \d+\) failed in the phase `start`: OutOfMemory: no room for a thread")
+
     def test_another_device_or_number_of_ranks_is_the_wrong_peer(self) -> None:
         # Both sides notice it. One may hear of the other's error first.
         with (
