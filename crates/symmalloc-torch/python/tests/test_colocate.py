@@ -242,7 +242,8 @@ def stopping(act, when):
     return then
 turn_peers.{0} = stopping(turn_peers.{0}, lambda *arguments, **options: {1})
 """
-        patience = {name: {"DEADLINE": "6"} for name in ("trainer1", "engine0", "engine1")}
+        # Long enough for the start of all processes on a busy machine.
+        patience = {name: {"DEADLINE": "10"} for name in ("trainer1", "engine0", "engine1")}
         jobs = {}
         for at, (moment, what, when) in enumerate(
             (
