@@ -54,6 +54,7 @@ fn new_and_freed_memory_holds_patterns_that_are_nan() {
     let (allocator, [stream, _]) = allocator(&device, "debug:poison");
     let block = named(&allocator, stream, 3 * MIB, "block");
     assert_eq!(device.read(block.address, block.size_bytes), Some(NEW));
+    let _after = named(&allocator, stream, MIB, "after");
     allocator.free(block.handle).expect("live");
     let _next = named(&allocator, stream, 32 * MIB, "next");
     assert_eq!(device.read(block.address, block.size_bytes), Some(FREED));
@@ -78,6 +79,7 @@ fn freed_memory_is_poisoned_after_all_streams_that_used_it() {
     device.recycle(event);
     device.submit(other, block.address, MIB).expect("ordered");
     allocator.record_use(block.handle, other).expect("live");
+    let _after = named(&allocator, stream, MIB, "after");
     allocator.free(block.handle).expect("live");
     // The simulator panics at an unordered fill.
     let _next = named(&allocator, stream, 32 * MIB, "next");
@@ -216,12 +218,6 @@ fn a_pool_with_a_quarantine_can_be_reset_and_destroyed() {
     allocator.destroy_pool(pool).map(drop).expect("nothing is live");
 }
 
-/// A pool that is in use keeps its quarantine: a failed call decides nothing.
-/// The driver of one rank fails while blocks leave the quarantine.
-/// A reset whose block was allocated while nothing could be recorded must not leave anything that blocks the queue.
-/// The program is told the same, whenever the device completes the work.
-/// The simulator panics at work on a captured stream.
-/// Comparisons behind a capture do not delay the results of other streams for ever, and take bounded memory.
 #[test]
 fn damage_of_a_destroyed_pool_is_still_reported() {
     let device = SimBackend::builder().build();
@@ -229,6 +225,8 @@ fn damage_of_a_destroyed_pool_is_still_reported() {
     let pool = allocator.create_pool("debug:[canary,poison,quarantine_mb:8]".parse().expect("valid")).expect("valid");
     let block = allocator.allocate_named(pool, stream, MIB, "late").expect("there is memory");
     allocator.free(block.handle).expect("live");
+    let next = allocator.allocate(pool, stream, MIB).expect("there is memory");
+    allocator.free(next.handle).expect("live");
     overwrite(&device, &block, 4096);
     allocator.destroy_pool(pool).map(drop).expect("nothing is live");
     let damage = allocator.check_memory().expect_err("damaged").to_string();

@@ -26,6 +26,7 @@ fn memory_that_is_used_until_its_stream_waits_is_not_poisoned_early() {
         device.write(gradients.address, gradients.size_bytes, 5);
         wait(&device, main, side);
         device.submit(main, gradients.address, gradients.size_bytes).expect("main has waited for side");
+        let _after = named(&allocator, side, 4 * MIB, "after");
         allocator.free(gradients.handle).expect("the allocation is live");
         let _on_main = named(&allocator, main, 16 * MIB, "activations");
         assert_eq!(device.read(gradients.address, gradients.size_bytes), Some(5), "{options}: main still uses them");
@@ -44,16 +45,16 @@ fn memory_that_was_allocated_again_is_not_poisoned() {
     let first = named(&allocator, stream, 4 * MIB, "first");
     let _second = named(&allocator, stream, MIB, "second");
     allocator.free(first.handle).expect("the allocation is live");
-    let part = named(&allocator, other, MIB, "part");
+    let part = named(&allocator, other, 3 * MIB, "part");
     assert_eq!(part.address, first.address, "best fit");
     let _next = named(&allocator, stream, 32 * MIB, "next");
-    assert_eq!(device.read(part.address, MIB), Some(NEW));
+    assert_eq!(device.read(part.address, 3 * MIB), Some(NEW));
     // Nor after a second free: the other stream may still use the memory.
     allocator.free(part.handle).expect("the allocation is live");
     let _next = named(&allocator, stream, 32 * MIB, "next");
-    assert_eq!(device.read(part.address, MIB), Some(NEW));
+    assert_eq!(device.read(part.address, 3 * MIB), Some(NEW));
     let _next = named(&allocator, other, 32 * MIB, "next");
-    assert_eq!(device.read(part.address, MIB), Some(FREED));
+    assert_eq!(device.read(part.address, 3 * MIB), Some(FREED));
 }
 
 #[test]

@@ -8,7 +8,7 @@ use super::Arena;
 use crate::blocks::table::{BlockState, Slot};
 use crate::pointers::SegmentDirectory;
 use crate::stats::budget::Budget;
-use crate::streams::clocks::{StreamClocks, WAITS_MAX};
+use crate::streams::clocks::{StreamClocks, Tick, WAITS_MAX};
 use crate::streams::fences::{Fence, FenceSetId, Fences};
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::{Backend, BackendError};
@@ -35,6 +35,17 @@ impl Arena {
     pub(crate) fn add_use(&mut self, slot: Slot, stream: StreamId) {
         let block = self.table.block_mut(slot);
         block.fences = self.fences.add(block.fences, Fence::of(stream));
+    }
+
+    /// Records that work on `stream`, up to a tick, uses a free block after its earlier users.
+    pub(crate) fn add_use_of_free(&mut self, slot: Slot, stream: StreamId, tick: Tick) {
+        let block = self.table.block_mut(slot);
+        let BlockState::Free { stream: owner, since } = block.state else { unreachable!("the block is free") };
+        if owner == stream || since == 0 {
+            block.state = BlockState::Free { stream, since: since.max(tick) };
+        } else {
+            block.fences = self.fences.add(block.fences, Fence { stream, tick, event: None });
+        }
     }
 
     /// Records an event on every other stream that used an allocated block. If one call fails, no event remains.

@@ -17,7 +17,7 @@
 use super::debugger::{DebugTotals, FreedBlock, HeapDebugger, Moment};
 use super::{Freed, Heap, Live, RequestMode, Shortage};
 use crate::arena::fencing::{Context, DynContext};
-use crate::blocks::table::{Block, BlockState, Location, Slot};
+use crate::blocks::table::{BlockState, Location, Slot};
 use crate::config::DebugOptions;
 use crate::config::damage::{DebugRecord, MemoryDamage};
 use crate::config::errors::FreeError;
@@ -85,13 +85,23 @@ impl<L: Lock> Heap<L> {
     /// Fills the memory of the blocks that a stream has freed since its last allocation.
     fn fill_freed(&mut self, context: &DynContext<'_, L>, stream: StreamId) {
         let moment = moment(context, &self.ledger, &self.mode);
+        let is_shared = self.id.stream().is_none();
         let (arena, Some(debugger)) = (&mut self.arena, &mut self.debugger) else { return };
         debugger.fill_freed(moment, stream, |at, size| {
-            let block = arena.block_at(at.sequence(), at.offset()).map(|slot| arena.block(slot));
-            // The memory of a plan is not in the free index, but no place of it overlaps the block.
-            let is_unused = |block: &Block| block.is_free() || block.state == BlockState::Planned;
-            block.is_some_and(|block| is_unused(block) && at.offset() + size <= block.end())
+            let Some(slot) = arena.block_at(at.sequence(), at.offset()) else { return false };
+            let block = arena.block(slot);
+            // The memory of a plan is not in the free index, but no place of it overlaps the block. The next user of a
+            // place waits only for the users of places.
+            let is_unused = block.is_free() || (block.state == BlockState::Planned && !is_shared);
+            if !is_unused || block.end() < at.offset() + size {
+                return false;
+            }
+            if is_shared {
+                arena.add_use_of_free(slot, stream, context.clocks.lock().now(stream));
+            }
+            true
         });
+        self.arena.recycle_spent(context);
     }
 
     /// Forgets the freed blocks that the debugger has not filled yet, because free memory moves to other addresses.

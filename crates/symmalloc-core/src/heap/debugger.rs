@@ -245,8 +245,8 @@ impl HeapDebugger {
         Some(self.blocks.get(&at)?.usable_bytes)
     }
 
-    /// Fills the memory of the blocks that a stream freed. `is_unused` states whether the memory of a freed block is
-    /// still free at its place.
+    /// Fills the memory of the blocks that a stream freed. `is_unused` returns `true` if the memory of a freed block is
+    /// still free at its place. Its next user then waits for the fill.
     pub(super) fn fill_freed(
         &mut self,
         moment: Moment<'_>,
@@ -288,9 +288,10 @@ impl HeapDebugger {
     /// Notes that the program frees a block, which other streams used. Checks its guards. If `is_delayed`, adds it to
     /// the quarantine. Nothing here fails.
     pub(super) fn free(&mut self, moment: Moment<'_>, at: Location, uses: &[Fence], is_delayed: bool) {
-        let stream = match self.blocks.get(&at) {
-            Some(block) => block.record.stream,
-            None => return,
+        let Some(stream) = self.blocks.get(&at).map(|block| block.record.stream) else {
+            // A layout restored the block, possibly in memory that was freed before.
+            self.forget_unfilled();
+            return;
         };
         let may_submit = moment.may_submit(stream);
         let is_after_uses = may_submit && moment.is_after(stream, uses);
