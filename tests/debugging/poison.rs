@@ -15,6 +15,12 @@ fn wait(device: &SimBackend, stream: StreamId, on: StreamId) {
     device.recycle(event);
 }
 
+/// Waits on the host for the work of a stream.
+fn synchronize(device: &SimBackend, allocator: &Allocator<&SimBackend>, stream: StreamId) {
+    device.synchronize(stream).expect("no fault was injected");
+    allocator.note_synchronized(stream).expect("the stream is registered");
+}
+
 /// Regression test: FSDP updates parameters on the main stream with gradients of a side stream, frees them without `record_use`, and makes the
 /// side stream wait before it allocates again. Poison replaced the gradients before the update had read them.
 #[test]
@@ -55,6 +61,28 @@ fn memory_that_was_allocated_again_is_not_poisoned() {
     assert_eq!(device.read(part.address, 3 * MIB), Some(NEW));
     let _next = named(&allocator, other, 32 * MIB, "next");
     assert_eq!(device.read(part.address, 3 * MIB), Some(FREED));
+}
+
+/// Regression test: a stream that had waited for the freeing stream took the block before it was filled, and its data was overwritten.
+#[test]
+fn the_next_user_of_a_shared_block_waits_for_its_poison() {
+    for waits in [false, true] {
+        let device = SimBackend::builder().build();
+        let (allocator, [stream, other]) = allocator(&device, "streams:shared,debug:poison");
+        let blocks = [4, 1, 2, 1].map(|mib| named(&allocator, stream, mib * MIB, "block"));
+        allocator.free(blocks[0].handle).expect("the allocation is live");
+        if waits {
+            synchronize(&device, &allocator, stream);
+        } else {
+            // The other stream waits for the first one to reuse this block.
+            allocator.free(blocks[2].handle).expect("the allocation is live");
+            assert_eq!(named(&allocator, other, 2 * MIB, "third").address, blocks[2].address);
+        }
+        let _fills = named(&allocator, stream, 32 * MIB, "fills");
+        assert_eq!(device.read(blocks[0].address, 4 * MIB), Some(FREED));
+        // The simulator panics at work that is not ordered after the fill.
+        assert_eq!(named(&allocator, other, 4 * MIB, "next").address, blocks[0].address);
+    }
 }
 
 #[test]
@@ -109,6 +137,11 @@ fn live_memory_keeps_its_contents(settings: &str, steps: &[(u8, u16)]) -> Result
                 allocator.free(freed.handle).expect("the allocation is live");
             }
             11 => _ = allocator.trim_all().expect("no fault was injected"),
+            13 => synchronize(&device, &allocator, streams[which % 2]),
+            14 if !live.is_empty() => {
+                let used = live[which % live.len()].0.handle;
+                allocator.record_use(used, streams[which / 7 % 2]).expect("the allocation is live");
+            }
             12 => {
                 allocator.sleep(PoolId::DEFAULT, Contents::Keep).map(drop).expect("no fault was injected");
                 allocator.wake(PoolId::DEFAULT).map(drop).expect("no fault was injected");
@@ -129,7 +162,7 @@ proptest! {
     #[test]
     fn poison_never_reaches_live_memory(
         settings in prop::sample::select(&SETTINGS[..]),
-        steps in proptest::collection::vec((0_u8..13, any::<u16>()), 1..80),
+        steps in proptest::collection::vec((0_u8..15, any::<u16>()), 1..80),
     ) {
         live_memory_keeps_its_contents(settings, &steps)?;
     }

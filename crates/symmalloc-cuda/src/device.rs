@@ -26,7 +26,8 @@ pub struct CudaDevice {
     features: DeviceFeatures,
 }
 
-/// A context whose release leaves the thread's current context unchanged. cudarc makes a context current before it releases it.
+/// A context whose release leaves the thread's current context unchanged. cudarc makes a context current before it releases it. If a stream or
+/// another clone of the context is dropped later, cudarc does so then.
 struct HeldContext {
     driver: &'static Driver,
     /// `None` only while it is dropped.

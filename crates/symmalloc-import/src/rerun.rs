@@ -167,7 +167,7 @@ impl<'p> Rerun<'p> {
     }
 
     /// Keeps memory in use for as long as its free was pending in the recording. PyTorch's allocator behaves like this, because it waits
-    /// for the device. The rerun may then need more memory. Destroying or resetting a pool completes the pending frees.
+    /// for the device. The rerun may then need more memory. Destroying or resetting a pool completes the pending frees of all pools.
     #[must_use]
     pub fn with_pending_frees(mut self) -> Self {
         self.with_pending_frees = true;

@@ -35,8 +35,7 @@ fn make(raw: usize) -> Option<&'static Context> {
     // SAFETY: the pointers are valid for writing.
     unsafe { driver.primary_state(device, &raw mut flags, &raw mut active) }.ok()?;
     let settings = settings().filter(|settings| !settings.is_watched && active != 0)?;
-    // Otherwise, the program created this context, while the primary context is also active. A `CudaDevice` would make the primary context
-    // current when it is dropped.
+    // Otherwise, the program created this context, while the primary context is also active.
     driver.primary_of(device).filter(|primary| *primary == raw)?;
     let _one_at_a_time = IS_MAKING.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(context) = Context::existing(raw) {

@@ -58,7 +58,9 @@ impl<L: Lock> Heap<L> {
         requested: u64,
         name: Option<&Arc<str>>,
     ) -> Result<Debugged, Box<Shortage>> {
-        self.fill_freed(context, stream);
+        if requested > 0 {
+            self.fill_freed(context, stream);
+        }
         let requested_bytes = self.config.debug().grown_bytes(requested).min(SEGMENT_BYTES_MAX);
         let mut allocation = self.allocate(context, stream, requested_bytes, name)?;
         let size = (allocation.size_bytes / bytes(1)) as Units;

@@ -15,8 +15,8 @@
 //! block would move its address. An underrun into memory that no block of the pool owns is found only with a sanitizer.
 //!
 //! **One lock.** A block's memory exists while the block is live or in quarantine, because only free memory is released, and a
-//! heap that sleeps submits nothing. The heap's lock is held from that decision until the work is submitted, so no
-//! other thread can release the memory in between.
+//! heap that sleeps submits nothing. Freed memory is filled only if it is still free at its place. The heap's lock is held
+//! from that decision until the work is submitted, so no other thread can release or reuse the memory in between.
 //!
 //! **Order.** Work is submitted to the block's stream. Before freed memory is filled, the stream waits for the other streams
 //! that used the block. The host waits for no comparison here. Results are read in the order in which the comparisons
@@ -26,7 +26,7 @@
 //! allocator that reuses memory per stream, and correct programs rely on it. PyTorch's FSDP, for example, updates parameters on
 //! the main stream with gradients of a side stream, frees them without `record_stream`, and makes the side stream wait before
 //! it allocates again. A fill at the free would run before the update and change its result. Memory that is no longer free
-//! at its place by then is not filled.
+//! at its place by then is not filled. In a shared heap, a fill is a use of the free block, for which its next user waits.
 //!
 //! **Captures.** While a stream is captured, nothing is filled or compared on it, because a graph would repeat that work at
 //! every launch, when the memory may belong to another block. A block that was allocated on a captured stream is never
@@ -43,6 +43,7 @@ use crate::streams::fences::Fence;
 use crate::types::backend::{Backend, BackendError, Bytes, COMPARED_BYTES_MAX, Compared, Comparison};
 use crate::types::ids::StreamId;
 use crate::types::units::{UNIT_BYTES, Units, units};
+use crate::types::work;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -276,13 +277,15 @@ impl HeapDebugger {
     /// Forgets the freed blocks that overlap a new one.
     fn forget_unfilled_in(&mut self, at: Location, size: Units) {
         let end = at.plus(size);
-        for freed in self.unfilled.values_mut() {
+        work::count(self.unfilled.len());
+        self.unfilled.retain(|_, freed| {
             while let Some((&start, _)) =
                 freed.range(..end).next_back().filter(|(start, freed)| at < start.plus(freed.size))
             {
                 freed.remove(&start);
             }
-        }
+            !freed.is_empty()
+        });
     }
 
     /// Notes that the program frees a block, which other streams used. Checks its guards. If `is_delayed`, adds it to

@@ -382,6 +382,17 @@ impl<L: Lock> Rank<L> {
         self.private_ops + self.private.as_ref().map_or(0, |private| private.ops)
     }
 
+    /// Releases the memory of freed blocks that quarantines hold back.
+    fn release_quarantines(&self) {
+        let has_quarantine = |pool: &&PoolId| {
+            self.allocator.pool_config(**pool).is_ok_and(|config| config.debug().quarantine_bytes > 0)
+        };
+        for pool in self.pools.iter().filter(has_quarantine) {
+            let _kept_by_live_allocations = self.allocator.reset_unused_pool(*pool);
+            self.allocator.trim_all().expect("the driver should work without injected faults");
+        }
+    }
+
     /// Checks, at the end of the liveness phase, that everything was freed and released.
     pub(crate) fn check_ended(&self, job: &RankJob) -> Result<(), FailureCause> {
         // Waits for the last users of the remaining segments, so that their fences can be dropped.
@@ -389,6 +400,7 @@ impl<L: Lock> Rank<L> {
             self.allocator.backend().synchronize(stream).expect("the driver should work without injected faults");
             self.allocator.note_synchronized(stream).expect("the stream is registered");
         }
+        self.release_quarantines();
         self.allocator.drop_completed_fences().expect("the driver should work without injected faults");
         self.allocator.check().map_err(|violation| FailureCause::Violation(violation.to_string().into()))?;
         let stats = self.allocator.stats();

@@ -439,7 +439,7 @@ pub unsafe extern "C" fn symmalloc_saved_copy(
         // No memory is larger than `isize::MAX`, so `to` cannot be valid for more.
         if isize::try_from(bytes).is_err() {
             let expected = "at most the size of the memory at `to`";
-            return Err(Error::Argument { argument: "bytes", value: bytes as i64, expected });
+            return Err(Error::Argument { argument: "bytes", value: i64::MAX, expected });
         }
         // SAFETY: the caller's contract.
         let (allocator, to) = unsafe { (living(allocator)?, std::slice::from_raw_parts_mut(to.cast::<u8>(), bytes)) };
