@@ -13,7 +13,8 @@ pub(crate) const GUARD_BYTES: u64 = UNIT_BYTES;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct DebugOptions {
-    /// New and freed memory is filled with two patterns. Both are NaN as floats of 8, 16, 32 and 64 bits. Placements are
+    /// New and freed memory is filled with two patterns. Both are NaN as floats of 8, 16, 32 and 64 bits. Freed memory is
+    /// filled when its stream next allocates from the pool, unless another stream has reused it by then. Placements are
     /// the same as without.
     pub poison: bool,
     /// Every request grows by 512 bytes, which follow the block's last byte and hold a pattern. The pattern is compared
