@@ -87,6 +87,8 @@ TURN_SECONDS = 3600.0
 BUCKET_BYTES = 1 << 30
 ABANDON_SECONDS = 2.0
 """How long a failed call waits for the device before it leaves memory mapped until the process ends."""
+CLOSE_SECONDS = 15.0
+"""How long a second call of `close` waits for the first one, whose own waits add up to less."""
 NUMBER_MAXIMUM = (1 << 63) - 1
 
 Range = tuple[int, int]
@@ -258,6 +260,8 @@ class _Side:
         self._descriptors: Descriptors = CudaDescriptors(self._device) if descriptors is None else descriptors
         self._me = Member(self.role, rank, os.getpid())
         self._on_phase, self._is_closed, self._in_call = on_phase, False, threading.Lock()
+        # Held by a call of `close`. A signal handler may call it again while its thread holds it.
+        self._closing = threading.RLock()
         self._error: Error | None = None
         # The thread of a call that has not failed.
         self._caller: int | None = None
@@ -416,19 +420,29 @@ class _Side:
         """Leaves the turns. Others that wait for this process raise `PeerDied`. No effect in further calls, and in a forked child.
 
         A call in another thread ends with `InvalidState`. If it does not end within 2 s, the trainer's memory stays mapped in the engine.
+        Further calls return when the first one has ended, or after 15 s; in `load` and `on_death`, they return at once.
         """
-        if self._is_closed or self._is_forked():
+        if self._is_forked():
             return
-        self._is_closed = True
-        self._channel.shut_down()
-        if self._in_call.acquire(timeout=LEAVING_SECONDS):
-            try:
-                with suppress(Exception):
-                    self._abandon()
-            finally:
-                self._in_call.release()
-        self._channel.close()
-        self._membership.close()
+        # The first call waits for these threads.
+        is_awaited = self._caller == threading.get_ident() or self._membership.is_listening_here()
+        if not self._closing.acquire(timeout=0.0 if is_awaited else CLOSE_SECONDS):
+            return
+        try:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._channel.shut_down()
+            if self._in_call.acquire(timeout=LEAVING_SECONDS):
+                try:
+                    with suppress(Exception):
+                        self._abandon()
+                finally:
+                    self._in_call.release()
+            self._channel.close()
+            self._membership.close()
+        finally:
+            self._closing.release()
 
     def __enter__(self) -> Any:
         return self

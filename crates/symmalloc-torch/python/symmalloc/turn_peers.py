@@ -679,6 +679,10 @@ class Membership:
         """Tells the others that this process's turn ended with an error."""
         self._report("failed", why=f"{type(error).__name__}: {error}"[:TEXT_CHARACTERS])
 
+    def is_listening_here(self) -> bool:
+        """Returns `True` in the thread that calls `on_death`."""
+        return threading.current_thread() is self._thread
+
     def close(self) -> None:
         """Leaves. The others are not told that this process has died."""
         if self._is_closed:
@@ -688,7 +692,7 @@ class Membership:
         if self._hub is not None:
             self._hub.close()
         self._channel.shut_down()  # ends the thread
-        if threading.current_thread() is not self._thread:
+        if not self.is_listening_here():
             self._thread.join(LEAVING_SECONDS)  # unless it is in a call of `on_death`
         self._channel.close()
         self.watch.close()

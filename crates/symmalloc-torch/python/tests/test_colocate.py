@@ -17,7 +17,7 @@ import threading
 import time
 import unittest
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -381,20 +381,18 @@ assert 5 < more < 30, more
             self.assertEqual([type(error) for error in errors], [InvalidState] * 2)
 
     def test_a_close_in_another_thread_ends_a_call_and_keeps_what_the_call_uses(self) -> None:
-        with pair(self.folder) as (trainer, engine):
+        with pair(self.folder) as (trainer, engine), mock.patch.object(turn_peers, "NAMING_SECONDS", 20.0):
             begun = time.monotonic()
-            threading.Timer(0.2, engine.close).start()
-            with self.assertRaisesRegex(InvalidState, r"close\(\) was called during this call"):
+            with after(0.2, engine.close), self.assertRaisesRegex(InvalidState, r"close\(\) was called during this call"):
                 engine.take(deadline_seconds=20.0)
-            self.assertLess(time.monotonic() - begun, 0.9)
+            self.assertLess(time.monotonic() - begun, 10.0, "nobody names the cause, and it does not wait for that")
         with pair(self.folder) as (trainer, engine):
             never, begun = threading.Event(), time.monotonic()
             self.addCleanup(never.set)
             trainer._descriptors.synchronize = never.wait
-            threading.Timer(0.2, trainer.close).start()
-            with self.assertRaisesRegex(InvalidState, r"close\(\) was called during this call"):
+            with after(0.2, trainer.close), self.assertRaisesRegex(InvalidState, r"close\(\) was called during this call"):
                 trainer.hand_over({}, deadline_seconds=20.0)
-            self.assertLess(time.monotonic() - begun, 5.0)
+            self.assertLess(time.monotonic() - begun, 10.0)
         for is_short in (True, False):
             with self.subTest(is_short=is_short), pair(self.folder) as (trainer, engine):
                 tensor = Tensor(trainer._descriptors.allocate(4096), 8)
@@ -408,10 +406,15 @@ assert 5 < more < 30, more
 
                 def close() -> None:
                     loads.wait()
-                    threading.Timer(0.2 if is_short else 2.0, goes_on.set).start()
-                    with mock.patch.object(colocate, "LEAVING_SECONDS", 10.0 if is_short else 0.2):
-                        engine.close()
-                    self.assertEqual(engine._descriptors.maps, 0 if is_short else 1)
+                    try:
+                        with (
+                            after(0.2, goes_on.set) if is_short else nullcontext(),
+                            mock.patch.object(colocate, "LEAVING_SECONDS", 10.0 if is_short else 0.2),
+                        ):
+                            engine.close()
+                        self.assertEqual(engine._descriptors.maps, 0 if is_short else 1)
+                    finally:
+                        goes_on.set()
 
                 told, raised, _ = errors = together(
                     lambda: trainer.hand_over({"w": tensor}), lambda: engine.take(load, deadline_seconds=20.0), close
@@ -420,6 +423,72 @@ assert 5 < more < 30, more
                 self.assertIsInstance(raised, InvalidState)
                 self.assertIsNone(errors[2])
                 self.assertEqual(seen, [bytes(8)], "the memory was mapped")
+
+    def test_a_second_close_waits_for_the_first_one(self) -> None:
+        for waits in (True, False):
+            with (
+                self.subTest(waits=waits),
+                pair(self.folder) as (trainer, _),
+                mock.patch.object(colocate, "CLOSE_SECONDS", 20.0 if waits else 0.2),
+            ):
+                begins, goes_on, leave = threading.Event(), threading.Event(), trainer._membership.close
+
+                def close(begins: Any = begins, goes_on: Any = goes_on, leave: Any = leave) -> None:
+                    begins.set()
+                    goes_on.wait()
+                    leave()
+
+                trainer._membership.close = close
+                first = threading.Thread(target=trainer.close)
+                first.start()
+                begins.wait()
+                with after(0.3, goes_on.set) if waits else nullcontext(), trainer:
+                    pass
+                if waits:
+                    turn_peers.Listener(Path(self.folder), "turns").close()  # as the next trainer of this process
+                self.assertEqual(goes_on.is_set(), waits)
+                goes_on.set()
+                first.join()
+
+    def test_a_second_close_does_not_wait_in_a_thread_that_the_first_one_waits_for(self) -> None:
+        begun, begins, notices, returns = time.monotonic(), *(threading.Event() for _ in range(3))
+        sides: list[Trainer] = []
+
+        def on_death(_: BaseException) -> None:
+            notices.set()
+            begins.wait()
+            sides[0].close()
+            returns.set()
+
+        with pair(self.folder, on_death=on_death) as (trainer, engine):
+            sides.append(trainer)
+            engine._membership._channel.shut_down()
+            self.assertTrue(notices.wait(10.0))
+            trainer._channel.shut_down = begins.set  # after the begin of the first call
+            with mock.patch.object(turn_peers, "LEAVING_SECONDS", 10.0):
+                trainer.close()
+        with pair(self.folder) as (trainer, engine):
+            tensor, loads, begins = Tensor(trainer._descriptors.allocate(4096), 8), threading.Event(), threading.Event()
+
+            def load(_: Any) -> None:
+                loads.set()
+                begins.wait()
+                engine.close()
+
+            def close() -> None:
+                loads.wait()
+                shut_down = engine._channel.shut_down
+                engine._channel.shut_down = lambda: (shut_down(), begins.set())
+                with mock.patch.object(colocate, "LEAVING_SECONDS", 10.0):
+                    engine.close()
+
+            _, raised, _ = together(
+                lambda: trainer.hand_over({"w": tensor}), lambda: engine.take(load, deadline_seconds=20.0), close
+            )
+            self.assertIsInstance(raised, InvalidState)
+            self.assertEqual(engine._descriptors.maps, 0)
+        self.assertTrue(returns.wait(10.0))
+        self.assertLess(time.monotonic() - begun, 8.0)
 
     def test_a_notice_that_never_returns_does_not_block_the_end(self) -> None:
         never = threading.Event()
@@ -1733,6 +1802,17 @@ def together(*acts: Callable[[], Any]) -> list[BaseException | None]:
     for thread in running:
         thread.join()
     return errors
+
+
+@contextmanager
+def after(seconds: float, act: Callable[[], object]) -> Iterator[None]:
+    """Runs a function in another thread after some seconds, and waits for its end."""
+    timer = threading.Timer(seconds, act)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
 
 
 class pair:
