@@ -389,7 +389,7 @@ class _Side:
         therefore waits, and is abandoned at the deadline.
         """
         errors: list[BaseException] = []
-        self._device_wait = is_done = threading.Event()
+        is_done = threading.Event()
 
         def wait() -> None:
             try:
@@ -399,6 +399,7 @@ class _Side:
             is_done.set()
 
         start_thread(wait, "symmalloc-synchronize")
+        self._device_wait = is_done  # only now: a thread that did not start would never set it
         while not is_done.wait(min(0.1, deadline.left())):
             if self._caller == threading.get_ident():
                 if self._is_closed:

@@ -1300,6 +1300,26 @@ hub.close()
         self.assertIsInstance(raised, OutOfMemory)
         self.assertRegex(str(told), r"engine 0 \(pid \d+\) failed in the phase `start`: OutOfMemory: no room for a thread")
 
+    def test_a_wait_for_the_device_that_could_not_start_leaves_nothing_mapped_after_the_end(self) -> None:
+        real, refuses = colocate.start_thread, threading.Event()
+
+        def start(target: Callable[[], Any], name: str) -> threading.Thread:
+            if name == "symmalloc-synchronize" and refuses.is_set():
+                raise OutOfMemory("no room for a thread")
+            return real(target, name)
+
+        with pair(self.folder) as (trainer, engine), mock.patch.object(colocate, "start_thread", start):
+            tensor = Tensor(trainer._descriptors.allocate(4096), 8)
+            _, raised = together(
+                lambda: trainer.hand_over({"w": tensor}),
+                lambda: engine.take(lambda _: refuses.set(), deadline_seconds=20.0),
+            )
+            self.assertIsInstance(raised, OutOfMemory)
+            self.assertEqual(engine._descriptors.maps, 1, "a kernel may still read it")
+            refuses.clear()
+            engine.close()
+            self.assertEqual((engine._descriptors.maps, engine._descriptors.reserved), (0, {}))
+
     def test_another_device_or_number_of_ranks_is_the_wrong_peer(self) -> None:
         # Both sides notice it. One may hear of the other's error first.
         with (
