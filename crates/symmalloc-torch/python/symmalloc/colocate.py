@@ -1093,14 +1093,14 @@ def _check_numbers(numbers: list[Any]) -> None:
 
 
 def _accept(listener: Listener, deadline: Deadline, peer: Member, membership: Membership) -> Any:
-    """Returns the first connection of a listener. Raises `DeadlinePassed`."""
+    """Returns the first connection of a listener. Raises `DeadlinePassed`, and as `Listener.accept` does."""
     poll = select.poll()
     poll.register(listener.socket, select.POLLIN)
     while True:
         poll.poll(min(0.02, deadline.left()) * 1000)
         try:
             return listener.accept()
-        except BlockingIOError:
+        except (BlockingIOError, ConnectionError):
             membership.watch.check()
             if deadline.left() == 0:
                 raise DeadlinePassed(f"{peer} did not connect within {deadline.seconds} s") from None

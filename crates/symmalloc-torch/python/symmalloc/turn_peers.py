@@ -71,6 +71,8 @@ RETRY_SECONDS = 0.1
 """How long the hub waits if the system refuses a connection, such as at the limit of open files."""
 WAIT_SECONDS = 3600.0
 """The longest single wait. Longer deadlines wait again."""
+FILE_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS)
+"""The system's errors for limits of open files."""
 
 
 def too_many_files(what: str) -> TooManyOpenFiles:
@@ -80,14 +82,19 @@ def too_many_files(what: str) -> TooManyOpenFiles:
     )
 
 
+def _named(why: OSError) -> str:
+    """Returns the name and the text of a system's error."""
+    return f"{errno.errorcode.get(why.errno or 0, why.errno)}, {why.strerror}"
+
+
 @contextmanager
 def naming_limits() -> Iterator[None]:
     """Raises `TooManyOpenFiles` in place of the system's errors for that limit."""
     try:
         yield
     except OSError as why:
-        if why.errno in (errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS):
-            raise too_many_files(f"{errno.errorcode[why.errno]}, {os.strerror(why.errno)}") from why
+        if why.errno in FILE_LIMITS:
+            raise too_many_files(_named(why)) from why
         raise
 
 
@@ -164,11 +171,29 @@ class Listener:
             self._opened = opened.pop_all()
 
     def accept(self) -> socket.socket:
-        """Returns the next connection. Raises `BlockingIOError` if there is none."""
+        """Returns the next connection. Raises `BlockingIOError` if there is none, and `ConnectionError` if its process has left.
+
+        Raises `TooManyOpenFiles`, `OutOfMemory` and `InvalidState` if the system refuses the connection.
+        """
         with forks.lock:
-            of, _ = self.socket.accept()
+            try:
+                of, _ = self.socket.accept()
+            except (BlockingIOError, ConnectionError):
+                raise
+            except OSError as why:
+                raise self._refusal(why) from why
             forks.register(of)
             return of
+
+    def _refusal(self, why: OSError) -> Error:
+        if why.errno in FILE_LIMITS:
+            return too_many_files(_named(why))
+        if why.errno in (errno.ENOMEM, errno.ENOBUFS):
+            return OutOfMemory(
+                f"{_named(why)}: the system has no memory for a connection at {self.path}: end other processes, or raise the limit of"
+                " the control group"
+            )
+        return InvalidState(f"{_named(why)}: the system refuses connections at {self.path}: allow this process to accept them")
 
     def close(self) -> None:
         with forks.lock:
@@ -445,7 +470,7 @@ class Hub:
     def __init__(self, folder: Path, pairs: int) -> None:
         everyone = {(role, rank) for role in (TRAINER, ENGINE) for rank in range(pairs)}
         self._missing = {JOIN: everyone, CONNECT: set(everyone)}
-        self.refused: OSError | None = None
+        self.refused: Error | None = None
         """Why the system refuses the next connection."""
         # The first death or failure, for processes that join later.
         self._cause: tuple[str, dict[str, Any]] | None = None
@@ -507,7 +532,7 @@ class Hub:
             one = _Connected(Channel(self._listener.accept(), None))
         except (BlockingIOError, ConnectionError):
             return  # it has left
-        except OSError as why:
+        except Error as why:
             # The connection remains in the queue, so that a wait would return at once.
             self.refused = why
             self._selector.unregister(self._listener.socket)
@@ -653,14 +678,14 @@ class Membership:
     def naming_hub(self) -> Iterator[None]:
         """Names the cause of a deadline error of the start that lies in trainer 0.
 
-        Its process may be stopped, so that the hub does not answer. It may also be at its limit of open files, so that others cannot join.
+        Its process may be stopped, so that the hub does not answer. The system may also refuse connections to it, such as at the limit of
+        open files, so that others cannot join.
         """
         try:
             yield
         except DeadlinePassed as error:
             if self._hub is not None and self._hub.refused is not None:
-                with naming_limits():
-                    raise self._hub.refused from error
+                raise self._hub.refused from error
             self._has_answer.clear()
             self._report("ask")
             if self._has_answer.wait(NAMING_SECONDS):

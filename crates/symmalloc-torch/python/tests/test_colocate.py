@@ -933,6 +933,61 @@ hub.close()
             self.assertNotIn("engine 1", second.receive(deadline, "missing")["join"])
             go_on()
 
+    def test_a_connection_that_the_system_refuses_is_an_error_with_a_remedy_that_all_members_hear(self) -> None:
+        real, before = socket.socket.accept, open_files()
+        for code, kind, says in (
+            (errno.EMFILE, TooManyOpenFiles, "ulimit -n"),
+            (errno.ENOBUFS, OutOfMemory, "the limit of the control group"),
+            (errno.EPERM, InvalidState, "allow this process to accept them"),
+        ):
+            accepted: list[socket.socket] = []
+            has_trainer, named = threading.Event(), f"{errno.errorcode[code]}, .*{says}"
+
+            def accept(
+                of: socket.socket, accepted: Any = accepted, has_trainer: Any = has_trainer, code: int = code
+            ) -> tuple[socket.socket, Any]:
+                if len(accepted) == 2:
+                    raise OSError(code, os.strerror(code))
+                found = real(of)
+                accepted.append(found[0])
+                has_trainer.set()
+                return found
+
+            def start(role: Any, rank: int, seconds: float, has_trainer: Any = has_trainer) -> None:
+                if role is Engine:
+                    has_trainer.wait()
+                role(self.folder, rank, 2, memory=Unmanaged(), descriptors=Host(), deadline_seconds=seconds)
+
+            with self.subTest(errno.errorcode[code]), mock.patch.object(socket.socket, "accept", accept):
+                errors = together(*(partial(start, *one) for one in ((Trainer, 0, 4.0), (Engine, 0, 20.0), (Engine, 1, 20.0))))
+                raised, *others = errors
+                self.assertIsInstance(raised, kind)
+                self.assertRegex(str(raised), named)
+                # One of both has joined. The other one's connection is closed before it was accepted.
+                self.assertEqual({type(error) for error in others}, {PeerFailed, PeerDied}, others)
+                self.assertRegex(
+                    str(next(error for error in others if isinstance(error, PeerFailed))), f"trainer 0 .*{kind.__name__}: {named}"
+                )
+        self.assertEqual((open_files(), threads()), (before, []))
+
+    def test_a_pair_whose_connection_the_system_refuses_is_an_error_with_a_remedy(self) -> None:
+        real = turn_peers.Listener.accept
+        for code, kind in ((errno.EMFILE, TooManyOpenFiles), (errno.ENOMEM, OutOfMemory), (errno.EPERM, InvalidState)):
+
+            def accept(of: turn_peers.Listener, code: int = code) -> socket.socket:
+                if of.path.endswith(".0"):
+                    of.socket.close()
+                    of.socket = mock.Mock(**{"accept.side_effect": OSError(code, os.strerror(code))})
+                return real(of)
+
+            with (
+                self.subTest(errno.errorcode[code]),
+                mock.patch.object(turn_peers.Listener, "accept", accept),
+                self.assertRaisesRegex(kind, errno.errorcode[code]),
+                pair(self.folder),
+            ):
+                pass
+
     def test_a_hub_that_does_not_read_delays_no_phase(self) -> None:
         turn_peers.open_folder(self.folder)
         listener = turn_peers.Listener(Path(self.folder), "turns")
