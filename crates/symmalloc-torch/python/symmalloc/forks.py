@@ -15,8 +15,8 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Protocol
 
 
@@ -37,13 +37,34 @@ def register(one: Closes) -> None:
     _objects.add(one)
 
 
+def close(one: Closes) -> None:
+    """Closes an object, registered or not."""
+    with lock:
+        one.close()
+
+
+@contextmanager
+def closing() -> Iterator[ExitStack]:
+    """Returns a stack for objects of a constructor, which closes them if it fails."""
+    opened = ExitStack()
+    try:
+        yield opened
+    except BaseException:
+        close(opened)
+        raise
+
+
 def register_descriptors(descriptors: Iterable[int]) -> None:
     """Closes descriptors in forked children until `close_descriptor`."""
     _descriptors.update(descriptors)
 
 
 def open_descriptor(opens: Callable[..., int], *arguments: Any) -> int:
-    """Returns the registered descriptor that a function opens."""
+    """Returns the registered descriptor that a function opens.
+
+    A fork in another thread waits for that function, such as an export by the driver. Otherwise the child would have a descriptor
+    that is not registered yet.
+    """
     with lock:
         descriptor = opens(*arguments)
         _descriptors.add(descriptor)

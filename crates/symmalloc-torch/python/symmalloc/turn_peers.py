@@ -158,7 +158,7 @@ class Listener:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.path = socket_path(folder, name)
-        with naming_path(self.path), ExitStack() as opened:
+        with naming_path(self.path), forks.closing() as opened:
             opened.enter_context(_lock(f"{self.path}.lock"))
             opened.callback(_unlink, f"{self.path}.lock")  # before the lock's release
             _unlink(self.path)  # left by a process that was killed
@@ -196,8 +196,7 @@ class Listener:
         return InvalidState(f"{_named(why)}: the system refuses connections at {self.path}: allow this process to accept them")
 
     def close(self) -> None:
-        with forks.lock:
-            self._opened.close()
+        forks.close(self._opened)
 
 
 def _socket() -> socket.socket:
@@ -220,12 +219,12 @@ def _lock(path: str) -> io.FileIO:
                 if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                     return file
         except BlockingIOError as why:
-            file.close()
+            forks.close(file)
             raise InvalidState(f"another process holds {path}: use a separate folder for each job on a machine") from why
         except BaseException:
-            file.close()
+            forks.close(file)
             raise
-        file.close()
+        forks.close(file)
 
 
 def _unlink(path: str) -> None:
@@ -299,17 +298,17 @@ class Channel:
                 of.connect(path)
                 return cls(of, watch, replace(peer, pid=check_user(of, path)))
             except (FileNotFoundError, ConnectionRefusedError, TimeoutError, BlockingIOError):
-                of.close()
+                forks.close(of)
                 if watch is not None:
                     watch.check()
                 if deadline.left() == 0:
                     raise DeadlinePassed(f"{peer} does not listen at {path} after {deadline.seconds} s") from None
                 time.sleep(min(0.02, deadline.left()))
             except PermissionError as why:
-                of.close()
+                forks.close(of)
                 raise WrongPeer(f"this user cannot connect to {path} ({why}): run trainer and engine as one user") from why
             except BaseException:
-                of.close()
+                forks.close(of)
                 raise
 
     def send(self, kind: str, deadline: Deadline, descriptors: Sequence[int] = (), **body: Any) -> None:
@@ -425,8 +424,7 @@ class Channel:
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        with forks.lock:
-            self.socket.close()
+        forks.close(self.socket)
 
 
 def start_thread(target: Callable[[], object], name: str) -> threading.Thread:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import io
 import math
 import mmap
 import os
@@ -25,7 +26,7 @@ from unittest import mock
 
 import needs
 import test_jobs
-from symmalloc import colocate, turn_peers
+from symmalloc import colocate, forks, turn_peers
 from symmalloc.allocator import Phase
 from symmalloc.colocate import Engine, Gathering, Layout, Part, Trainer, Unmanaged, adopt
 from symmalloc.descriptors import StatePage
@@ -1553,6 +1554,58 @@ hub.close()
         self.assertLessEqual({"__init__", "bind", "accept", "connect", "flock", "connected"}, {moment for moment, _ in found})
         for moment, files in found:
             self.assertEqual(files, before, moment)
+
+    def test_no_thread_can_fork_while_a_socket_or_a_lock_is_closed(self) -> None:
+        lock: Any = forks.lock
+        seen: list[tuple[str, bool]] = []
+        close_socket = socket.socket.close
+
+        class File(io.FileIO):
+            def close(self) -> None:
+                if not self.closed:
+                    seen.append((Path(str(self.name)).name, lock._is_owned()))
+                super().close()
+
+        def close(of: socket.socket) -> None:
+            if of.fileno() >= 0:
+                seen.append(("socket", lock._is_owned()))
+            close_socket(of)
+
+        made = {"memory": Unmanaged(), "deadline_seconds": 0.3}
+        real, unlinked = turn_peers.fcntl.flock, []
+
+        def flock(file: Any, how: int) -> None:
+            real(file, how)
+            if not unlinked:
+                unlinked.append((Path(self.folder) / "turns.lock").unlink())
+
+        def trainer() -> None:
+            Trainer(self.folder, 0, 1, descriptors=Host(), **made)
+
+        def engine() -> None:
+            Engine(self.folder, 0, 1, descriptors=Host(), **made)
+
+        with mock.patch.object(turn_peers, "io", mock.Mock(FileIO=File)), mock.patch.object(socket.socket, "close", close):
+            with pair(self.folder):
+                for target, name, act, kind in (
+                    (turn_peers.fcntl, "flock", trainer, InvalidState),
+                    (socket.socket, "bind", lambda: turn_peers.Listener(Path(self.folder), "turns.1"), InvalidState),
+                    (turn_peers, "check_user", engine, OSError),
+                    (socket.socket, "connect", engine, WrongPeer),
+                ):
+                    broken = (PermissionError if kind is WrongPeer else OSError)(errno.ENOLCK, "broken")
+                    with mock.patch.object(target, name, side_effect=broken), self.assertRaises(kind):
+                        act()
+                with self.assertRaisesRegex(InvalidState, "separate folder"):
+                    trainer()
+            with mock.patch.object(turn_peers.fcntl, "flock", flock):
+                turn_peers.Listener(Path(self.folder), "turns").close()
+            self.assertEqual(len(unlinked), 1)
+            with self.assertRaises(DeadlinePassed):
+                engine()
+        self.assertEqual({held for _, held in seen}, {True}, seen)
+        self.assertGreater(sum(name == "socket" for name, _ in seen), 10)
+        self.assertGreater(sum(name != "socket" for name, _ in seen), 5)
 
     def test_weights_and_exports_in_a_forked_child_are_stale_and_do_not_reach_the_parent(self) -> None:
         with pair(self.folder) as (trainer, engine):
