@@ -297,12 +297,14 @@ class Channel:
                 of.settimeout(max(deadline.left(), 0.001))
                 of.connect(path)
                 return cls(of, watch, replace(peer, pid=check_user(of, path)))
-            except (FileNotFoundError, ConnectionRefusedError, TimeoutError, BlockingIOError):
+            except (FileNotFoundError, ConnectionRefusedError, TimeoutError, BlockingIOError) as why:
                 forks.close(of)
                 if watch is not None:
                     watch.check()
                 if deadline.left() == 0:
-                    raise DeadlinePassed(f"{peer} does not listen at {path} after {deadline.seconds} s") from None
+                    # Not an error before: the socket may be that of an earlier job, whose successor has not started yet.
+                    died = ": the process that listened there has died" if isinstance(why, ConnectionRefusedError) else ""
+                    raise DeadlinePassed(f"{peer} does not listen at {path} after {deadline.seconds} s{died}") from None
                 time.sleep(min(0.02, deadline.left()))
             except PermissionError as why:
                 forks.close(of)

@@ -274,9 +274,23 @@ turn_peers.{0} = stopping(turn_peers.{0}, lambda *arguments, **options: {1})
     def test_a_missing_process_is_named(self) -> None:
         with self.assertRaisesRegex(DeadlinePassed, r"engine 0, engine 1, trainer 1 did not join within 0\.3 s"):
             Trainer(self.folder, 0, 2, memory=Unmanaged(), descriptors=Host(), deadline_seconds=0.3)
-        with self.assertRaisesRegex(DeadlinePassed, "trainer 0 does not listen at"):
+        with self.assertRaisesRegex(DeadlinePassed, r"trainer 0 does not listen at [^:]* after 0\.3 s$"):
             Engine(self.folder, 0, 2, memory=Unmanaged(), descriptors=Host(), deadline_seconds=0.3)
         self.assertEqual(threads(), [])
+
+    def test_a_start_after_the_death_of_trainer_0_names_it_at_the_deadline_and_can_find_its_successor(self) -> None:
+        made = {"memory": Unmanaged(), "deadline_seconds": 20.0}
+        job = Job(self.folder, 1, MANY, trainer0={"DIES_IN": "update"})
+        self.assertEqual(job.ended()["trainer0"][0], -signal.SIGKILL)
+        with self.assertRaisesRegex(DeadlinePassed, r"trainer 0 does not listen at .*: the process that listened there has died"):
+            Engine(self.folder, 0, 1, descriptors=Host(), **made | {"deadline_seconds": 0.3})
+        # The engine of the next job may start before its trainer.
+        sides: list[Any] = []
+        with after(0.3, lambda: sides.append(Trainer(self.folder, 0, 1, descriptors=Host(), **made))):
+            sides.append(Engine(self.folder, 0, 1, descriptors=Host(), **made))
+        self.assertEqual(len(sides), 2)
+        for side in sides:
+            side.close()
 
     def test_two_jobs_in_one_folder_and_invalid_arguments_are_errors(self) -> None:
         with pair(self.folder) as (trainer, _):
