@@ -12,7 +12,8 @@ from ctypes import byref, c_int32, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .errors import InvalidArgument
+from . import forks
+from .errors import InvalidArgument, InvalidState
 from .library import (
     GatherFunction,
     MemoryStruct,
@@ -171,20 +172,32 @@ class DmaBuf:
 
     Until `close`, the memory does not return to the device, even if its pool is trimmed, sleeps or is destroyed. `with` closes it.
     Deregister the memory before it is freed, because the allocator reuses freed memory immediately.
+
+    A forked child (`os.fork`, `multiprocessing`) closes its copy of the descriptor before its own code runs, because the copy would hold
+    the memory. A fork waits while another thread opens or closes a dma-buf.
     """
 
     def __init__(self, allocator: Allocator, pointer: int, size_bytes: int) -> None:
-        self._handle = c_void_p()
+        self._handle, self._process = c_void_p(), os.getpid()
         fd, offset = c_int32(), c_uint64()
-        call("dma_buf_open", allocator.handle, pointer, size_bytes, byref(fd), byref(offset), byref(self._handle))
-        self._fd = fd.value
+
+        def open_one() -> int:
+            call("dma_buf_open", allocator.handle, pointer, size_bytes, byref(fd), byref(offset), byref(self._handle))
+            return fd.value
+
+        self._fd = forks.open_descriptor(open_one)
         self.offset_bytes = offset.value
         """The position of the first requested byte in the dma-buf, which consists of whole host pages."""
 
     def fileno(self) -> int:
-        """Returns the file descriptor, which `close` closes. Raises `InvalidArgument` if the dma-buf is closed."""
+        """Returns the file descriptor, which `close` closes.
+
+        Raises `InvalidArgument` if the dma-buf is closed, and `InvalidState` in a forked child.
+        """
         if not self._handle:
             raise InvalidArgument("the dma-buf is closed")
+        if self._is_forked():
+            raise InvalidState("the dma-buf belongs to the parent of this process")
         return self._fd
 
     @property
@@ -198,9 +211,21 @@ class DmaBuf:
         return out.value != 0
 
     def close(self) -> None:
-        """Closes the descriptor, and returns memory that the pool no longer uses to the device. Further calls have no effect."""
-        handle, self._handle = self._handle, c_void_p()
-        call("dma_buf_close", handle)
+        """Closes the descriptor, and returns memory that the pool no longer uses to the device.
+
+        Further calls, and calls in a forked child, have no effect.
+        """
+        if self._is_forked():  # another file may have the number by now
+            self._handle = c_void_p()
+            return
+        with forks.lock:
+            handle, self._handle = self._handle, c_void_p()
+            if handle:
+                call("dma_buf_close", handle)
+                forks.forget_descriptor(self._fd)
+
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._process
 
     def __enter__(self) -> DmaBuf:
         return self

@@ -1,4 +1,4 @@
-"""Descriptors that a forked child closes. For `symmalloc.colocate`.
+"""Descriptors that a forked child closes. For `symmalloc.colocate`, and for dma-bufs.
 
 A child has copies of all descriptors of its parent, whichever thread forks. A copy of a socket or of a lock hides the parent's death, and
 a copy of a descriptor of memory keeps that memory on the device. The child therefore closes them before any of its own code runs:
@@ -69,6 +69,11 @@ def open_descriptor(opens: Callable[..., int], *arguments: Any) -> int:
         descriptor = opens(*arguments)
         _descriptors.add(descriptor)
         return descriptor
+
+
+def forget_descriptor(descriptor: int) -> None:
+    """Ends the registration of a descriptor that the caller has closed while it holds the lock."""
+    _descriptors.discard(descriptor)
 
 
 def close_descriptor(descriptor: int) -> None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import tempfile
 import threading
+import traceback
 import unittest
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import needs
 import symmalloc
+from symmalloc import forks
 
 MIB = 1 << 20
 
@@ -169,6 +175,78 @@ class OnADevice(unittest.TestCase):
         self.allocator.wake(pool)
         with self.allocator.dma_buf(pointer, 10 * MIB) as again:
             self.assertTrue(again.is_current)
+
+    def test_a_forked_child_closes_its_copy_of_a_dma_buf_and_no_other_file(self) -> None:
+        pointer = self.allocator.allocate(MIB, pool=self.allocator.create_pool("segments:reserved,segment_mb:16"))
+        with self.allocator.dma_buf(pointer, MIB) as dma_buf, self.allocator.dma_buf(pointer, MIB) as closed_later:
+            numbers = dma_buf.fileno(), closed_later.fileno()
+            child = os.fork()
+            if child == 0:
+                try:
+                    for number in numbers:
+                        with self.assertRaises(OSError):
+                            os.fstat(number)
+                        os.dup2(0, number)  # another file gets the number
+                    with self.assertRaisesRegex(symmalloc.InvalidState, "belongs to the parent"):
+                        dma_buf.fileno()
+                    with self.assertRaises(symmalloc.InvalidState):
+                        _ = dma_buf.is_current
+                    forks.register_descriptors(numbers)
+                    with closed_later:
+                        dma_buf.close()
+                        dma_buf.close()
+                    for number in numbers:
+                        os.fstat(number)
+                        self.assertIn(number, forks._descriptors, "a registration of the child")
+                    os._exit(0)
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    os._exit(1)
+            self.assertEqual(os.waitpid(child, 0)[1], 0)
+            for one in (dma_buf, closed_later):
+                os.fstat(one.fileno())
+                self.assertTrue(one.is_current)
+        # Another file has the number of a closed dma-buf, and stays open in a child.
+        os.dup2(0, numbers[0])
+        self.addCleanup(os.close, numbers[0])
+        dma_buf.close()
+        child = os.fork()
+        if child == 0:
+            with suppress(OSError):
+                os.fstat(numbers[0])
+                os._exit(0)
+            os._exit(1)
+        self.assertEqual(os.waitpid(child, 0)[1], 0)
+
+    def test_a_child_that_another_thread_forks_while_a_dma_buf_is_opened_or_closed_has_no_copy(self) -> None:
+        pointer = self.allocator.allocate(MIB, pool=self.allocator.create_pool("segments:reserved,segment_mb:16"))
+        found: list[tuple[str, int]] = []
+        threads: list[threading.Thread] = []
+        module = importlib.import_module("symmalloc.allocator")  # the package has a function of that name
+        call, numbers = module.call, []
+
+        def fork(name: str) -> None:
+            child = os.fork()
+            if child == 0:
+                os._exit(sum(os.path.exists(f"/proc/self/fd/{number}") for number in numbers))
+            found.append((name, os.waitpid(child, 0)[1]))
+
+        def with_forks(name: str, *arguments: Any) -> None:
+            call(name, *arguments)
+            if name == "dma_buf_open":
+                numbers.append(arguments[3]._obj.value)
+            threads.append(threading.Thread(target=fork, args=(name,)))
+            threads[-1].start()
+            threads[-1].join(0.2)  # it waits until the descriptor is registered
+
+        with mock.patch.object(module, "call", with_forks):
+            dma_bufs = [self.allocator.dma_buf(pointer, MIB) for _ in range(2)]
+            dma_bufs[0].close()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(sorted(found), [("dma_buf_close", 0), ("dma_buf_open", 0), ("dma_buf_open", 0)])
+        dma_bufs[1].close()
 
     def test_a_dma_buf_that_is_refused_names_the_remedy(self) -> None:
         pointer = self.allocator.allocate(100 * MIB)
