@@ -81,7 +81,11 @@ impl Channel {
                 let mut stdout = io::stdout().lock();
                 stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush())
             }
-            Channel::Stderr => io::stderr().write_all(text.as_bytes()),
+            Channel::Stderr => {
+                // The command's result is on stdout. It counts even if nobody can read this text.
+                let _unread = io::stderr().write_all(text.as_bytes());
+                return Ok(());
+            }
         };
         match written {
             Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(CliError::Print(error)),

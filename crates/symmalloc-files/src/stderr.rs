@@ -6,7 +6,8 @@ use std::fmt;
 /// Writes a line to standard error, after the name of the project.
 ///
 /// Ignores errors, and drops the rest of a line that cannot be written within about a second: the program may have closed standard error,
-/// its pipe may have lost its reader, its disk may be full, or nobody may read. `eprintln!` would panic or block, and in a program that
+/// its pipe may have lost its reader, its disk may be full, or nobody may read. Also drops the line if the number of standard error now
+/// belongs to a file that closes on exec: the program closed standard error, and a library opened this file afterward. `eprintln!` would panic or block, and in a program that
 /// does not ignore SIGPIPE or SIGXFSZ, a plain write would end the process.
 pub fn say(line: fmt::Arguments<'_>) {
     let line = format!("symmalloc: {line}\n");
@@ -18,7 +19,7 @@ pub fn say(line: fmt::Arguments<'_>) {
 #[cfg(unix)]
 fn write(mut rest: &[u8]) {
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
-    use rustix::io::Errno;
+    use rustix::io::{Errno, FdFlags};
     use std::time::{Duration, Instant};
 
     const LIMIT: Duration = Duration::from_secs(1);
@@ -26,6 +27,9 @@ fn write(mut rest: &[u8]) {
     const CHUNK_BYTES: usize = 512;
 
     let (stderr, begun) = (rustix::stdio::stderr(), Instant::now());
+    if rustix::io::fcntl_getfd(stderr).is_ok_and(|flags| flags.contains(FdFlags::CLOEXEC)) {
+        return;
+    }
     while !rest.is_empty() {
         let left = LIMIT.saturating_sub(begun.elapsed());
         let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };

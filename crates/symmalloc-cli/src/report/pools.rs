@@ -4,7 +4,7 @@ use crate::picture::memory::{DrawnHeap, Memory};
 use crate::quantity::{count, memory};
 use crate::recorded::Recorded;
 use serde_json::{Value, json};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use symmalloc_core::PoolId;
 use symmalloc_core::op::{Op, Record};
 use symmalloc_trace::replay::Program;
@@ -50,9 +50,9 @@ impl PrivatePools {
             }
         }
         let of_kind = kinds.into_values().max_by_key(Vec::len).filter(|pools| pools.len() >= POOLS_MIN)?;
-        let heaps = || shown.heaps.iter().filter(|heap| of_kind.contains(&heap.owner.pool));
-        let held = |pool: &PoolId| heaps().any(|heap| heap.owner.pool == *pool);
-        let pools = of_kind.iter().filter(|pool| held(pool)).count();
+        let in_kind: BTreeSet<PoolId> = of_kind.iter().copied().collect();
+        let heaps = || shown.heaps.iter().filter(|heap| in_kind.contains(&heap.owner.pool));
+        let pools = heaps().map(|heap| heap.owner.pool).collect::<BTreeSet<_>>().len();
         let reserved_bytes = heaps().map(DrawnHeap::size_bytes).sum();
         let live = heaps().flat_map(DrawnHeap::blocks).filter_map(|block| block.held.as_ref());
         let live_bytes = live.map(|held| held.requested_bytes).sum();
@@ -111,6 +111,8 @@ impl PrivatePools {
 /// Returns the records with one pool in place of `pools`. Returns `None` if the program uses these pools for more than allocations.
 fn as_one(records: &[Record], pools: &[PoolId]) -> Option<Vec<Record>> {
     let (first, others) = pools.split_first()?;
+    let others: BTreeSet<&PoolId> = others.iter().collect();
+    let is_one = |pool: &PoolId| pool == first || others.contains(pool);
     let mut changed = Vec::with_capacity(records.len());
     for record in records {
         let mut record = record.clone();
@@ -119,7 +121,7 @@ fn as_one(records: &[Record], pools: &[PoolId]) -> Option<Vec<Record>> {
         match &mut record.op {
             Op::Allocate { pool, .. } | Op::Refuse { pool, .. } if others.contains(pool) => *pool = *first,
             Op::CreatePool { pool, .. } if others.contains(pool) => continue,
-            Op::DestroyPool { pool } if pools.contains(pool) => continue,
+            Op::DestroyPool { pool } if is_one(pool) => continue,
             Op::ResetPool { pool }
             | Op::Reserve { pool, .. }
             | Op::Trim { pool: Some(pool) }
@@ -130,7 +132,7 @@ fn as_one(records: &[Record], pools: &[PoolId]) -> Option<Vec<Record>> {
             | Op::Stay { pool, .. }
             | Op::Observe { pool, .. }
             | Op::Reclaim { pool, .. }
-                if pools.contains(pool) =>
+                if is_one(pool) =>
             {
                 return None;
             }

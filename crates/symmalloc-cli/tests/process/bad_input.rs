@@ -430,6 +430,20 @@ fn a_full_disk_behind_stdout_is_reported() {
     assert_refused(&printed, &["stdout"]);
 }
 
+/// What a command says beside a result on stdout is not part of the result.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_full_disk_behind_stderr_does_not_fail_a_command_whose_result_is_on_stdout() {
+    let folder = Folder::new();
+    let trace = folder.trace("good.trace", &["stream s0"]);
+    for json in [&[][..], &["--json"]] {
+        let full = OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let printed = command().arg("import").arg(&trace).arg("-").args(json).stderr(full).output().unwrap();
+        assert_eq!(printed.status.code(), Some(0), "{json:?}");
+        assert!(String::from_utf8_lossy(&printed.stdout).contains("stream s0"), "{json:?}");
+    }
+}
+
 #[test]
 fn a_torn_trace_is_read_with_accept_torn() {
     let folder = Folder::new();

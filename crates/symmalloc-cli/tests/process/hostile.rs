@@ -261,6 +261,11 @@ fn hostile_traces_end_in_bounded_time() {
         hostile_trace("heaps", "a f large", 200_000),
         hostile_trace("gaps of stitched granules", "a f stitched sizes", 200_000),
         hostile_trace("stitched ranges in use", "a stitched sizes f", 200_000),
+        hostile_trace("stitched ranges in use", "sleep drop wake", 60_000),
+        hostile_trace("heaps", "trim", 100_000),
+        hostile_trace("heaps", "sleep drop wake", 100_000),
+        hostile_trace("heaps", "observe forget", 100_000),
+        hostile_trace("pools", "pool a", 200_000),
     ];
     for HostileTrace { name, text } in traces {
         let folder = Folder::new();

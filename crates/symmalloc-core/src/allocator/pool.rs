@@ -243,7 +243,7 @@ impl<'a, L: Lock> PoolRef<'a, L> {
     /// Returns the pool's heaps in stream order.
     pub(super) fn heaps(self) -> impl Iterator<Item = &'a HeapCell<L>> {
         let id = self.id();
-        let heaps = self.slot.pool.heaps.iter().inspect(|_| work::count(1));
+        let heaps = self.slot.pool.heaps.iter().inspect(|_| work::count(work::WORK_PER_HEAP));
         let once = heaps.filter(|(index, heap)| heap.index as usize == *index);
         once.map(|(_, heap)| &heap.cell).filter(move |heap| heap.lock().id().pool == id)
     }

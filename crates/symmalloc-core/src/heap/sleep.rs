@@ -19,6 +19,7 @@ use crate::sync::lock::Lock;
 use crate::types::backend::Part;
 use crate::types::ids::StreamId;
 use crate::types::units::bytes;
+use crate::types::work;
 use std::collections::BTreeSet;
 
 impl<L: Lock> Heap<L> {
@@ -125,6 +126,7 @@ impl<L: Lock> Heap<L> {
         let mut released = Released::default();
         let RequestMode::Asleep(mappings) = &mut self.mode else { return released };
         let outcome = mappings.unmap_all(|mapping| {
+            work::count(work::WORK_PER_MAP);
             let (range, offset_bytes) = mapping.at;
             context.backend.unmap(range, offset_bytes, mapping.size_bytes)?;
             let budgets = Budgets { heap: &self.budget, pool: &self.pool_budget, allocator: &context.budget };
@@ -140,6 +142,7 @@ impl<L: Lock> Heap<L> {
     pub(crate) fn map_asleep(&mut self, context: &DynContext<'_, L>) -> Result<(), OutOfMemoryCause> {
         let RequestMode::Asleep(mappings) = &mut self.mode else { return Ok(()) };
         mappings.map_all(|mapping| {
+            work::count(work::WORK_PER_MAP);
             let Mapping { at, size_bytes, source } = *mapping;
             let budgets = Budgets { heap: &self.budget, pool: &self.pool_budget, allocator: &context.budget };
             let charge = budgets.charge(mapping.memory_bytes())?;

@@ -35,9 +35,6 @@ use crate::types::units::{Units, bytes};
 use crate::types::work;
 use smallvec::SmallVec;
 
-/// Units of work for each call that maps a granule.
-const WORK_PER_MAP: usize = 16;
-
 impl<L: Lock> Heap<L> {
     /// Creates a free block of at least `size` from free granules. Returns `None` if the heap should grow instead, as
     /// if it could not stitch.
@@ -219,7 +216,7 @@ impl<L: Lock> Heap<L> {
             offsets.map(|offset| (run.start.segment, bytes(offset)))
         });
         for ((segment, source_bytes), at_bytes) in granules.zip((0..).step_by(bytes(granule) as usize)) {
-            work::count(WORK_PER_MAP);
+            work::count(work::WORK_PER_MAP);
             let home = self.arena.segment(segment).range;
             if let Err(error) = context.backend.alias((range, at_bytes), (home, source_bytes), bytes(granule)) {
                 let mut mapped: SmallVec<_> = (at_bytes > 0).then_some((0, at_bytes)).into_iter().collect();

@@ -28,6 +28,7 @@ use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::BackendError;
 use crate::types::ids::{SegmentId, StreamId};
 use crate::types::units::{Units, bytes};
+use crate::types::work;
 use smallvec::SmallVec;
 
 /// The released memory, and the driver's error if one ended the release.
@@ -78,6 +79,7 @@ impl<L: Lock> Heap<L> {
         if self.is_asleep() {
             return self.release_retired(context);
         }
+        work::count(work::WORK_PER_TRIM);
         let (pool, stream) = (self.id.pool.0, self.id.group.first().map(|stream| stream.0));
         let span = tracing::debug_span!(target: "symmalloc", "heap.trim", pool, stream, goal_bytes);
         let _entered = span.enter();

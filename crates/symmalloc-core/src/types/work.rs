@@ -16,6 +16,13 @@ pub const WORK_PER_OP: u64 = 1000;
 /// Units of work that all ops together may do beyond this average. A unit takes a few nanoseconds.
 pub const WORK_AT_ONCE: u64 = 50_000_000;
 
+/// Units of work for each call that maps or unmaps memory.
+pub(crate) const WORK_PER_MAP: usize = 16;
+/// Units of work for each heap that a call visits.
+pub(crate) const WORK_PER_HEAP: usize = 16;
+/// Units of work for the trim of a heap, even if it releases nothing.
+pub(crate) const WORK_PER_TRIM: usize = 64;
+
 thread_local! {
     /// Work of this thread so far.
     static WORK: Cell<u64> = const { Cell::new(0) };

@@ -38,6 +38,7 @@ stub_test!(new_and_freed_memory_is_poisoned, {
         |pattern: u32| read(&stream, made.address.0, 3 << 20).chunks(4).all(|word| word == pattern.to_le_bytes());
     assert!(is_all(0x7FFF_7FFF));
     write(&stream, &made, 0, 1 << 20);
+    let _after = allocator.allocate(&stream, 1 << 20).expect("memory");
     allocator.free(made.handle).expect("live");
     let _next = allocator.allocate(&stream, 32 << 20).expect("memory");
     assert!(is_all(0xFFFF_7FFF));
@@ -222,6 +223,7 @@ stub_test!(memory_of_the_host_as_a_stream_is_filled_and_guarded, {
     assert_eq!(allocator.core().check_memory(), Ok(1));
     write(&stream, &made, 4000, 1);
     stream.synchronize().expect("it works");
+    let _after = allocator.core().allocate(PoolId::DEFAULT, host, 1 << 20).expect("memory");
     allocator.free(made.handle).expect("live");
     let _next = allocator.core().allocate(PoolId::DEFAULT, host, 32 << 20).expect("memory");
     assert!(holds(0xFFFF_7FFF));

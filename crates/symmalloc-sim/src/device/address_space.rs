@@ -66,6 +66,10 @@ pub(crate) struct AddressSpace {
     mapped: IntervalMap<()>,
     /// Aliased pieces: start → (end, address at which their memory was mapped first).
     aliases: BTreeMap<u64, (u64, u64)>,
+    /// The aliases by the start of their memory, and their own start: the end of their memory.
+    sources: BTreeMap<(u64, u64), u64>,
+    /// Size of the largest alias so far.
+    largest_alias: u64,
 }
 
 impl AddressSpace {
@@ -86,6 +90,8 @@ impl AddressSpace {
             holes: Vec::new(),
             mapped: IntervalMap::default(),
             aliases: BTreeMap::new(),
+            sources: BTreeMap::new(),
+            largest_alias: 0,
         }
     }
 
@@ -235,6 +241,8 @@ impl AddressSpace {
     pub(crate) fn alias(&mut self, start: u64, end: u64, source: u64) {
         self.mapped.insert(start, end, ());
         self.aliases.insert(start, (end, source));
+        self.sources.insert((source, start), source + (end - start));
+        self.largest_alias = self.largest_alias.max(end - start);
     }
 
     /// Returns `true` if any byte is an alias: its memory is also mapped elsewhere and was mapped there first.
@@ -244,7 +252,8 @@ impl AddressSpace {
 
     /// Returns `true` if the memory of any byte has an alias elsewhere.
     pub(crate) fn has_alias(&self, start: u64, end: u64) -> bool {
-        self.aliases.iter().any(|(&alias, &(alias_end, source))| source < end && start < source + (alias_end - alias))
+        let near = self.sources.range((start.saturating_sub(self.largest_alias), 0)..(end, 0));
+        near.inspect(|_| work::count(1)).any(|(_, &source_end)| start < source_end)
     }
 
     fn pieces(&self, start: u64, end: u64) -> impl Iterator<Item = (u64, u64, u64)> + '_ {
@@ -274,10 +283,11 @@ impl AddressSpace {
     /// Unmaps the bytes. Returns the number of bytes of memory that are no longer mapped anywhere.
     pub(crate) fn unmap(&mut self, start: u64, end: u64) -> u64 {
         self.mapped.remove(start, end);
-        let aliases: Vec<(u64, u64)> = self.pieces(start, end).map(|(from, to, _)| (from, to)).collect();
+        let aliases: Vec<(u64, u64, u64)> = self.pieces(start, end).collect();
         let mut own_bytes = end - start;
-        for (from, to) in aliases {
+        for (from, to, source) in aliases {
             self.aliases.remove(&from);
+            self.sources.remove(&(source, from));
             own_bytes -= to - from;
         }
         own_bytes

@@ -51,6 +51,23 @@ for size_bytes in (1 << 63, (1 << 64) - 1):
 raises(symmalloc.UnknownPool, "99", lambda: ours.save_in(Storage.PINNED, None, 99))
 """)
 
+    def test_messages_do_not_reach_a_file_that_got_the_number_of_stderr(self) -> None:
+        self.succeeds("""
+import os, tempfile
+from symmalloc.allocator import Storage
+with tempfile.TemporaryDirectory() as folder:
+    pool = ours.create_pool("segments:expandable")
+    pointer = ours.allocate(3 * MIB, pool=pool)
+    fill(pointer, 7, 3 * MIB)
+    ours.save_in(Storage.FOLDER, folder, pool)
+    os.close(2)
+    ours.sleep(pool)
+    assert os.readlink("/proc/self/fd/2").startswith(folder), "the file has the lowest free number"
+    symmalloc.library.library().symmalloc_torch_deallocate(0, ctypes.c_void_p(0x1000), ctypes.byref(ctypes.c_uint64()))
+    ours.wake(pool)
+    assert holds(pointer, 7, 3 * MIB)
+""")
+
     def test_a_modified_or_impossible_file_is_a_file_error_and_nothing_is_lost(self) -> None:
         self.succeeds("""
 import os, resource, tempfile
