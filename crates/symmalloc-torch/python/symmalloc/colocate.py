@@ -981,6 +981,8 @@ def _print_error(text: str) -> None:
     if sys.__stderr__ is None:
         return  # it was closed at the start, so that another file may have its number
     with without_signals(), suppress(OSError):
+        if not os.get_inheritable(2):
+            return  # it was closed later, and this is another file
         os.write(2, text.encode(errors="backslashreplace"))
 
 

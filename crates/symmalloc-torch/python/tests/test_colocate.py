@@ -761,6 +761,9 @@ signal.signal(signal.SIGPIPE, lambda *_: seen.append("SIGPIPE"))
         program = self.ENDS.format(prepare=other, then="os._exit(9 if os.fstat(other).st_size == 0 else 8)")
         done = subprocess.run(["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, program], timeout=30)
         self.assertEqual(done.returncode, 9)
+        # So does a program that closes it later.
+        program = self.ENDS.format(prepare="os.close(2)\n" + other, then="os._exit(9 if os.fstat(other).st_size == 0 else 8)")
+        self.assertEqual(subprocess.run([sys.executable, "-c", program], timeout=30).returncode, 9)
 
     def test_a_low_limit_of_file_sizes_is_named_and_no_signal(self) -> None:
         program = """
