@@ -384,9 +384,8 @@ impl<L: Lock> Rank<L> {
 
     /// Releases the memory of freed blocks that quarantines hold back.
     fn release_quarantines(&self) {
-        let has_quarantine = |pool: &&PoolId| {
-            self.allocator.pool_config(**pool).is_ok_and(|config| config.debug().quarantine_bytes > 0)
-        };
+        let has_quarantine =
+            |pool: &&PoolId| self.allocator.pool_config(**pool).is_ok_and(|config| config.debug().quarantine_bytes > 0);
         for pool in self.pools.iter().filter(has_quarantine) {
             let _kept_by_live_allocations = self.allocator.reset_unused_pool(*pool);
             self.allocator.trim_all().expect("the driver should work without injected faults");
