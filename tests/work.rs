@@ -69,7 +69,7 @@ fn revivals_in_any_order_find_their_blocks_with_little_work() {
             }
         }
     });
-    assert!(units < 30 * BLOCKS, "{units} units");
+    assert!(units < 20 * BLOCKS, "{units} units");
 }
 
 /// A search that starts at a remembered block must find the same block as one from the start, whatever happened in between.
@@ -186,7 +186,7 @@ fn replayed(trace: &HostileTrace) -> (u64, u64) {
 
 /// Lines whose work grows with the state, because their effect concerns all memory, heaps, streams or observers that exist. The allowance
 /// of a replay bounds them. All other lines do little work, whatever preceded them.
-const GROWING: [(&str, &[&str]); 17] = [
+const GROWING: [(&str, &[&str]); 15] = [
     (ANY, &["sleep keep wake", "sleep drop wake", "observe", "observe forget"]),
     ("holes", &["a huge"]),
     ("segments", TRIMS),
@@ -197,20 +197,19 @@ const GROWING: [(&str, &[&str]); 17] = [
     ("heaps", &["begin_step end_step", "stay", "a f revived"]),
     ("stitched", &["a granules", "a huge", "a f trim"]),
     ("gaps of stitched granules", &["a huge", "a f stitched sizes", "a stitched sizes f"]),
-    ("stitched ranges in use", TRIMS),
-    ("stitched ranges in use", &["a granules", "a sizes", "a huge", "a f granules", "a f large", "f", "acknowledge"]),
-    ("stitched ranges in use", &["a f stitched sizes", "a stitched sizes f"]),
+    // The state itself consists of expensive lines.
+    ("stitched ranges in use", &[ANY]),
     ("streams of a shared heap", &[ANY]),
     ("users of one block", &["a f on every stream"]),
     ("observers", &["a granules", "a sizes", "a stitched sizes f", "reserve", "a f trim", "acknowledge"]),
-    ("observers", &["pool a", "pool destroy"]),
+    ("observers", &["pool a", "pool a f pending reset", "pool destroy"]),
 ];
 const TRIMS: &[&str] = &["trim", "trim p0", "a f trim", "reclaim refuse"];
 const ANY: &str = "any";
 
 #[test]
 fn only_known_lines_cost_more_after_more_lines() {
-    const WORK_PER_OP_MAX: u64 = 300;
+    const WORK_PER_OP_MAX: u64 = 150;
     let mut unknown = Vec::new();
     for trace in hostile::traces(48 << 10) {
         let (ops, units) = replayed(&trace);

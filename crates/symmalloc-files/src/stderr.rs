@@ -6,9 +6,11 @@ use std::fmt;
 /// Writes a line to standard error, after the name of the project.
 ///
 /// Ignores errors, and drops the rest of a line that cannot be written within about a second: the program may have closed standard error,
-/// its pipe may have lost its reader, its disk may be full, or nobody may read. Also drops the line if the number of standard error now
-/// belongs to a file that closes on exec: the program closed standard error, and a library opened this file afterward. `eprintln!` would panic or block, and in a program that
+/// its pipe may have lost its reader, its disk may be full, or nobody may read. `eprintln!` would panic or block, and in a program that
 /// does not ignore SIGPIPE or SIGXFSZ, a plain write would end the process.
+///
+/// Also drops the line if descriptor 2 closes on exec: the program has closed standard error, and the descriptor now belongs to a file that
+/// a library has opened since.
 pub fn say(line: fmt::Arguments<'_>) {
     let line = format!("symmalloc: {line}\n");
     without_signals(|| write(line.as_bytes()));

@@ -430,7 +430,7 @@ fn a_full_disk_behind_stdout_is_reported() {
     assert_refused(&printed, &["stdout"]);
 }
 
-/// What a command says beside a result on stdout is not part of the result.
+/// If the result is on stdout, the summary on stderr may be lost.
 #[test]
 #[cfg(target_os = "linux")]
 fn a_full_disk_behind_stderr_does_not_fail_a_command_whose_result_is_on_stdout() {

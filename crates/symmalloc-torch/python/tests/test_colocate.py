@@ -839,7 +839,7 @@ for descriptors in ([], [0, 1]):
 
     @contextmanager
     def busy(self, hub: turn_peers.Hub, failing: turn_peers.Channel) -> Iterator[None]:
-        """Lets the hub begin to tell a failure, and complete it at the end of the block."""
+        """Lets the hub begin to report a failure, and completes the report at the end of the block."""
         begins, may_tell, tell = threading.Event(), threading.Event(), hub._tell
 
         def wait(kind: str, **body: Any) -> None:
